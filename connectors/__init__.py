@@ -1,0 +1,1 @@
+"""The only code that imports vLLM: the connector and its two sides."""

@@ -1,0 +1,1 @@
+"""Copies between paged device KV and host pages; the only code that may import Triton or CUDA."""
