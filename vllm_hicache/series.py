@@ -1,0 +1,162 @@
+"""Every metric there is, declared once, so that each exists at 0 before its first event.
+
+In Prometheus a name gets the prefix ``vllm:hicache_`` and a counter the suffix ``_total``.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+SeriesKind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
+# Seconds. Host copies of one page take about 0.1 ms, a fetch from a far store some seconds; below
+# and above these bounds nothing is decided by the number.
+SECONDS_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+
+HOST = "host"
+STORAGE = "storage"
+
+UNSERVED_REASONS = (
+    "deferred_budget",
+    "deadline",
+    "no_blocks",
+    "reset",
+    "aborted",
+    "evicted",
+    "short_fetch",
+    "cap",
+    "load_failed",
+    "skip_reading",
+    "device_covered",
+    "below_minimum",
+)
+SAVE_SKIPPED_REASONS = ("host_full", "chain_broken", "copy_failed", "reset")
+PERSIST_DROPPED_REASONS = ("backlog", "full", "unavailable", "deadline", "reset")
+FETCH_ENDINGS = (
+    "complete",
+    "missing",
+    "corrupt",
+    "deadline",
+    "cancelled",
+    "unavailable",
+    "host_full",
+    "reset",
+)
+OPERATION_KINDS = ("save", "load", "exists", "fetch", "persist")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric; with a ``label``, one time series for each of its ``values``.
+
+    >>> Series("loaded_bytes", "counter", "Bytes.", "mode", ("sync", "async")).keys
+    ('loaded_bytes/sync', 'loaded_bytes/async')
+    >>> Series("resets", "counter", "Resets.").keys
+    ('resets',)
+    """
+
+    name: str
+    kind: SeriesKind
+    help: str
+    label: str | None = None
+    values: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Flat keys of the time series, as ``Metrics`` spells them."""
+        if self.label is None:
+            return (self.name,)
+        return tuple(f"{self.name}/{value}" for value in self.values)
+
+
+def _counter(
+    name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()
+) -> Series:
+    return Series(name, "counter", text, label, values)
+
+
+def _gauge(name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Series:
+    return Series(name, "gauge", text, label, values)
+
+
+def _seconds(name: str, text: str) -> Series:
+    return Series(name, "histogram", text)
+
+
+_TIERS = (HOST, STORAGE)
+
+_TOKENS = (
+    _counter("lookups", "Requests whose prefix was looked up, once each."),
+    _counter("lookup_tokens", "Prompt tokens of requests at their first lookup."),
+    _counter("local_tokens", "Tokens that the device's own prefix cache held at lookup."),
+    _counter("found_tokens", "Tokens found beyond the device's own hit.", "tier", _TIERS),
+    _counter("served_tokens", "Found tokens whose KV was loaded and used.", "tier", _TIERS),
+    _counter(
+        "unserved_tokens",
+        "Found tokens that were computed after all, by reason.",
+        "reason",
+        UNSERVED_REASONS,
+    ),
+    _counter("saved_tokens", "Tokens copied from the device to host memory."),
+    _counter(
+        "save_skipped_tokens",
+        "Computed tokens that were not saved to host memory, by reason.",
+        "reason",
+        SAVE_SKIPPED_REASONS,
+    ),
+    _counter(
+        "persist_dropped_tokens",
+        "Saved tokens that were not written to storage, by reason.",
+        "reason",
+        PERSIST_DROPPED_REASONS,
+    ),
+    _counter("evicted_tokens", "Tokens that left host memory to make room."),
+)
+_BYTES = (
+    _counter("saved_bytes", "Bytes copied from the device to host memory, all workers."),
+    _counter(
+        "loaded_bytes",
+        "Bytes copied from host memory to the device, all workers.",
+        "mode",
+        ("sync", "async"),
+    ),
+    _counter("persisted_bytes", "Bytes of pages written to storage, all workers."),
+    _counter("fetched_bytes", "Bytes of pages read from storage and verified, all workers."),
+)
+_EVENTS = (
+    _counter("fetch_ended", "Fetches from storage, by how they ended.", "reason", FETCH_ENDINGS),
+    _counter("corrupt_objects", "Stored objects with a wrong header, length or checksum."),
+    _counter("copy_failures", "Copies between device and host that failed."),
+    _counter("deferred_lookups", "Lookups answered with 'not yet' while a page was on its way."),
+    _counter("ignored_reports", "Reports for unknown or finished operations."),
+    _counter("storage_restarts", "Storage processes that died and were started again."),
+    _counter("resets", "Cache resets."),
+)
+STORAGE_OBJECT_SERIES = (
+    _counter("objects_read", "Objects read from storage."),
+    _counter("objects_written", "Objects written to storage."),
+    _counter("objects_deleted", "Objects deleted from storage."),
+    _counter("bytes_read", "Bytes read from storage, headers included."),
+    _counter("bytes_written", "Bytes written to storage, headers included."),
+    _counter("read_seconds", "Seconds spent in storage reads, summed over concurrent reads."),
+    _counter("write_seconds", "Seconds spent in storage writes, summed over concurrent writes."),
+)
+_GAUGES = (
+    _gauge("host_slots_total", "Host slots of a worker; each holds one page."),
+    _gauge("host_slots_used", "Host slots that hold a page or are being filled."),
+    _gauge("host_slots_pinned", "Host slots that cannot be evicted now."),
+    _gauge("device_blocks_held", "Device blocks held until their copy is done."),
+    _gauge("operations_running", "Operations that have not ended.", "kind", OPERATION_KINDS),
+    _gauge("breaker_open", "Workers whose storage tier is switched off after failures."),
+    _gauge("write_backlog_bytes", "Bytes that wait to be written to storage, all workers."),
+)
+_HISTOGRAMS = (
+    _seconds("fetch_seconds", "Seconds from the start of a fetch to its end."),
+    _seconds("load_seconds", "Seconds from the start of a load to its last acknowledgement."),
+    _seconds("save_seconds", "Seconds from the start of a save to its last acknowledgement."),
+)
+
+SERIES: tuple[Series, ...] = (
+    _TOKENS + _BYTES + _EVENTS + STORAGE_OBJECT_SERIES + _GAUGES + _HISTOGRAMS
+)
