@@ -1,0 +1,116 @@
+"""What every run shares: environment, installed package, result log, one engine run at a time."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CACHE_ROOT": str(CACHE / "vllm"),
+    "PYTHONSAFEPATH": "1",
+}
+
+# Tests see the installed package, and never kernels/ by its bare name (another distribution's).
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+hypothesis.settings.register_profile("push", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("push")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., Path]:
+    """Write a tiny random-weight Llama once per set of options and return its folder.
+
+    Options are those of ``examples/tiny_model.py``, such as ``num_layers=5``.
+    """
+
+    def write(**options: int) -> Path:
+        label = "-".join(f"{key}{value}" for key, value in sorted(options.items())) or "default"
+        folder = CACHE / "models" / f"llama-{label}"
+        arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+        script = ROOT / "examples" / "tiny_model.py"
+        subprocess.run([sys.executable, script, folder, *arguments], check=True)
+        return folder
+
+    return write
+
+
+class ResultLog:
+    """Appends one JSON line per finished test, so that a crash keeps what ran before it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+        self._started = time.monotonic()
+
+    def _write(self, **line: object) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._record(report.nodeid, report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self._record(report.nodeid, report)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._write(exit_status=int(exitstatus), seconds=time.monotonic() - self._started)
+
+    def _record(self, nodeid: str, report: pytest.CollectReport | pytest.TestReport) -> None:
+        reason = ""
+        if report.skipped:
+            reason = getattr(report, "wasxfail", None) or str(report.longrepr[2])
+        outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        self._write(test=nodeid, outcome=outcome, reason=reason.removeprefix("Skipped: "))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--result-log", type=Path, help="write one JSON line per test to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--result-log")
+    if path is not None:
+        config.pluginmanager.register(ResultLog(path), "result-log")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip ``gpu`` tests where there is no CUDA device; every other absence is a failure."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Wait until no other run in this checkout holds an engine; two would starve each other."""
+    has_engines = any(item.get_closest_marker("e2e") for item in session.items)
+    if has_engines and not session.config.option.collectonly:
+        CACHE.mkdir(exist_ok=True)
+        lock = (CACHE / "engines.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        session.config.add_cleanup(lock.close)
