@@ -32,7 +32,7 @@ UNSERVED_REASONS = (
     "below_minimum",
 )
 SAVE_SKIPPED_REASONS = ("host_full", "chain_broken", "copy_failed", "reset")
-PERSIST_DROPPED_REASONS = ("backlog", "full", "unavailable", "deadline", "reset")
+PERSIST_DROPPED_REASONS = ("backlog", "full", "unavailable", "deadline", "cancelled", "reset")
 FETCH_ENDINGS = (
     "complete",
     "missing",
