@@ -1,0 +1,284 @@
+"""The header of every stored object, and the wrapper that makes a bad object a miss.
+
+docs/object-format.md holds the byte table. Checksums of large payloads run in threads: XXH3 and
+BLAKE2b release the GIL there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import struct
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from vllm_hicache.errors import BackendError, ConfigError, CorruptShard
+from vllm_hicache.storage import (
+    HEADER_BYTES,
+    FetchOutcome,
+    ObjectRead,
+    ObjectWrite,
+    ReadOutcome,
+    ShardObject,
+    StorageBackend,
+    WriteOutcome,
+)
+from vllm_hicache.storage_backends.counters import Counters
+from vllm_hicache.storage_backends.io_threads import IoThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_hicache.storage_backends.io_threads import Batch
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+MAGIC = b"HICACHE\0"
+FORMAT_VERSION = 1
+CHECKSUM_XXH3_128 = 1
+CHECKSUM_BLAKE2B_256_KEYED = 2
+
+_FIELDS = struct.Struct("<8sIIII32s32sIIIIQ")
+_CHECKSUM_OFFSET = 4064
+_CHECKSUM_BYTES = HEADER_BYTES - _CHECKSUM_OFFSET
+_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+
+# Below this a checksum takes less time (about 5 us) than handing it to a thread (about 50 us), and
+# xxhash keeps the GIL anyway.
+_INLINE_BYTES = 64 * 1024
+_HASH_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHeader:
+    """What the fields of a header say. Nothing is verified but magic and lengths."""
+
+    format_version: int
+    checksum_kind: int
+    namespace: str
+    page_hash: bytes
+    layer_start: int
+    layer_stop: int
+    head_group: int
+    payload_bytes: int
+    checksum: bytes  # 32 bytes; XXH3-128 fills 16 (big-endian, canonical) and leaves zeros
+
+
+def decode_header(header: bytes | memoryview) -> ObjectHeader:
+    """Read the fields of the first `HEADER_BYTES` of an object.
+
+    Raises:
+        CorruptShard: It is shorter, or does not begin like an object.
+    """
+    raw = bytes(header[:HEADER_BYTES])
+    if len(raw) < HEADER_BYTES or raw[:8] != MAGIC:
+        raise CorruptShard(f"not an object: {len(raw)} bytes that begin with {raw[:8]!r}")
+    _, version, _, kind, _, namespace, page_hash, start, stop, group, _, length = (
+        _FIELDS.unpack_from(raw)
+    )
+    return ObjectHeader(
+        format_version=version,
+        checksum_kind=kind,
+        namespace=namespace.rstrip(b"\0").decode("ascii", "replace"),
+        page_hash=page_hash,
+        layer_start=start,
+        layer_stop=stop,
+        head_group=group,
+        payload_bytes=length,
+        checksum=raw[_CHECKSUM_OFFSET:],
+    )
+
+
+class HeaderCodec:
+    """Builds and checks headers with one kind of checksum: XXH3-128, or BLAKE2b with a key."""
+
+    def __init__(self, integrity_key: bytes | None = None) -> None:
+        if integrity_key is not None and not 16 <= len(integrity_key) <= 64:
+            raise ConfigError(f"integrity_key must have 16 to 64 bytes, got {len(integrity_key)}")
+        self._key = integrity_key
+        self._kind = CHECKSUM_XXH3_128 if integrity_key is None else CHECKSUM_BLAKE2B_256_KEYED
+
+    def encode(self, item: ShardObject) -> bytes:
+        """The header of this object, `HEADER_BYTES` long. Reads the whole payload."""
+        fields = self._fields(item)
+        return fields + self._checksum(fields, item.payload)
+
+    def is_valid(self, item: ShardObject, header: memoryview) -> bool:
+        """Whether header and payload are exactly what a writer of this object stored."""
+        fields = self._fields(item)
+        if header[:_CHECKSUM_OFFSET] != fields:
+            return False
+        return hmac.compare_digest(header[_CHECKSUM_OFFSET:], self._checksum(fields, item.payload))
+
+    def _fields(self, item: ShardObject) -> bytes:
+        """Everything before the checksum: the bytes that a sound object must begin with."""
+        namespace = item.namespace.encode("ascii")
+        if len(namespace) > 32 or len(item.page_hash) != 32:
+            raise ConfigError(
+                "an object needs a namespace of at most 32 bytes and a page hash of 32, "
+                f"got {len(namespace)} and {len(item.page_hash)}"
+            )
+        return (
+            _FIELDS.pack(
+                MAGIC,
+                FORMAT_VERSION,
+                HEADER_BYTES,
+                self._kind,
+                0,
+                namespace,
+                item.page_hash,
+                item.shard.layers.start,
+                item.shard.layers.stop,
+                item.shard.head_group,
+                0,
+                item.payload.nbytes,
+            )
+            + _PADDING
+        )
+
+    def _checksum(self, fields: bytes, payload: memoryview) -> bytes:
+        if self._key is None:
+            fast = xxhash.xxh3_128(fields)
+            fast.update(payload)
+            return fast.digest().ljust(_CHECKSUM_BYTES, b"\0")
+        keyed = hashlib.blake2b(fields, digest_size=_CHECKSUM_BYTES, key=self._key)
+        keyed.update(payload)
+        return keyed.digest()
+
+
+def _as_job(piece: Callable[[], R]) -> Callable[[Batch[R]], R]:
+    return lambda _batch: piece()
+
+
+class CheckedStorage:
+    """A backend whose objects are verified before anyone sees them.
+
+    The buffer rule and the errors of `StorageBackend` hold for `fetch` and `persist` too.
+    """
+
+    def __init__(self, backend: StorageBackend, *, integrity_key: bytes | None = None) -> None:
+        self._backend = backend
+        self._codec = HeaderCodec(integrity_key)
+        self._threads = IoThreads("checksum", _HASH_THREADS)
+        self._counters = Counters(["corrupt_objects", "checksum_seconds"])
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return self._backend.name
+
+    async def open(self) -> None:
+        """As `StorageBackend.open`."""
+        await self._backend.open()
+
+    async def close(self) -> None:
+        """As `StorageBackend.close`."""
+        await self._backend.close()
+        await self._threads.close()
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """Say for each name whether an object is there. It may still prove corrupt."""
+        return await self._backend.contains(names)
+
+    async def fetch(self, items: Sequence[ShardObject]) -> list[FetchOutcome]:
+        """Read and verify each object into its payload view.
+
+        A payload may be overwritten whatever the outcome. A corrupt object is removed; when that
+        fails it stays a miss at every further fetch.
+        """
+        reads = [
+            ObjectRead(item.name, memoryview(bytearray(HEADER_BYTES)), item.payload)
+            for item in items
+        ]
+        outcomes = await self._backend.read(reads)
+        present = [i for i, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
+        verdicts = await self._in_threads(
+            [(self._verifier(items[i], reads[i].header), items[i].payload.nbytes) for i in present]
+        )
+        valid = dict(zip(present, verdicts, strict=True))
+        results = [
+            FetchOutcome.MISSING
+            if outcome is ReadOutcome.MISSING
+            else (FetchOutcome.OK if valid.get(i, False) else FetchOutcome.CORRUPT)
+            for i, outcome in enumerate(outcomes)
+        ]
+        for i, result in enumerate(results):
+            if result is FetchOutcome.CORRUPT:
+                await self._remove(items[i], _what_is_wrong(items[i], outcomes[i], reads[i].header))
+        return results
+
+    async def persist(self, items: Sequence[ShardObject]) -> list[WriteOutcome]:
+        """Store each object with its header. Existing objects are not written again."""
+        headers = await self._in_threads(
+            [(self._encoder(item), item.payload.nbytes) for item in items]
+        )
+        return await self._backend.write(
+            [
+                ObjectWrite(item.name, header, item.payload)
+                for item, header in zip(items, headers, strict=True)
+            ]
+        )
+
+    async def clear(self, namespace: str) -> int:
+        """As `StorageBackend.clear`."""
+        return await self._backend.clear(namespace)
+
+    def stats(self) -> dict[str, float]:
+        """The backend's totals with `corrupt_objects` and `checksum_seconds`."""
+        return {**self._backend.stats(), **self._counters.snapshot()}
+
+    def oldest_running_s(self) -> float:
+        """As `StorageBackend.oldest_running_s`, checksums included."""
+        return max(self._backend.oldest_running_s(), self._threads.oldest_running_s())
+
+    def _verifier(self, item: ShardObject, header: memoryview) -> Callable[[], bool]:
+        return lambda: self._codec.is_valid(item, header)
+
+    def _encoder(self, item: ShardObject) -> Callable[[], bytes]:
+        return lambda: self._codec.encode(item)
+
+    async def _in_threads(self, work: Sequence[tuple[Callable[[], R], int]]) -> list[R]:
+        """Do pieces of work, given with their bytes: small ones here, large ones in threads."""
+        started = time.perf_counter()
+        large = [i for i, (_, num_bytes) in enumerate(work) if num_bytes > _INLINE_BYTES]
+        jobs = [_as_job(work[i][0]) for i in large]
+        results = dict(zip(large, await self._threads.run(jobs, timeout_s=None), strict=True))
+        done = [results[i] if i in results else piece() for i, (piece, _) in enumerate(work)]
+        self._counters.add(checksum_seconds=time.perf_counter() - started)
+        return done
+
+    async def _remove(self, item: ShardObject, problem: str) -> None:
+        self._counters.add(corrupt_objects=1)
+        logger.warning("removing corrupt object %s: %s", item.name, problem)
+        try:
+            await self._backend.delete([item.name])
+        except BackendError as error:
+            logger.warning("could not remove corrupt object %s: %s", item.name, error)
+
+
+def _what_is_wrong(item: ShardObject, outcome: ReadOutcome, header: memoryview) -> str:
+    """A guess at the reason, for the log."""
+    if outcome is ReadOutcome.BAD_LENGTH:
+        return "wrong length"
+    try:
+        found = decode_header(header)
+    except CorruptShard as error:
+        return str(error)
+    shard = item.shard
+    expected = {
+        "format_version": FORMAT_VERSION,
+        "namespace": item.namespace,
+        "page_hash": item.page_hash,
+        "layer_start": shard.layers.start,
+        "layer_stop": shard.layers.stop,
+        "head_group": shard.head_group,
+        "payload_bytes": item.payload.nbytes,
+    }
+    wrong = [name for name, value in expected.items() if getattr(found, name) != value]
+    return f"wrong {', '.join(wrong)}" if wrong else "wrong checksum"
