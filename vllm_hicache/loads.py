@@ -1,0 +1,151 @@
+"""Host -> device: loads that are planned or running, and who waits for them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_hicache.host_tier import HostTier
+from vllm_hicache.metrics import Ledger, Metrics
+from vllm_hicache.plan import CopyList, CopyOp, copy_list
+from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.progress import Outcome
+from vllm_hicache.request_state import RequestState
+from vllm_hicache.tiers import Tier
+
+
+@dataclass(slots=True, eq=False)
+class RunningLoad:
+    """A load that some worker has not acknowledged. Its pages are pinned.
+
+    Tokens ``[first_token, last_token)`` go to blocks that only this request holds.
+    """
+
+    state: RequestState
+    is_async: bool
+    pages: tuple[HostPage, ...]
+    first_token: int
+    last_token: int
+    copies: CopyList
+    num_storage_tokens: int
+    started_at: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.last_token - self.first_token
+
+
+class Loads:
+    """All running loads, in the order of their numbers."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        metrics: Metrics,
+        ledger: Ledger,
+        *,
+        page_size: int,
+        block_size: int,
+    ) -> None:
+        self._host = host
+        self._metrics = metrics
+        self._ledger = ledger
+        self._page_size = page_size
+        self._block_size = block_size
+        self._next_op = 1
+        self._planned: list[RunningLoad] = []
+        self._running: dict[int, RunningLoad] = {}
+        self._landing: dict[bytes, RunningLoad] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Loads that are planned or not yet acknowledged by every worker."""
+        return len(self._planned) + len(self._running)
+
+    def is_landing(self, page_hash: bytes) -> bool:
+        """Whether an asynchronous load of this page is under way for some request."""
+        return page_hash in self._landing
+
+    def begin(
+        self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
+    ) -> RunningLoad:
+        """Plan the load that the last lookup offered: ``num_tokens`` after the local hit.
+
+        The pages are in host: nothing can have left since the lookup, which was in the
+        same call of the scheduler.
+        """
+        page, block = self._page_size, self._block_size
+        first, last = state.num_local_tokens, state.num_local_tokens + num_tokens
+        hashes = state.tokens.page_hashes(-(-last // page))[first // page : -(-last // page)]
+        pages = tuple(self._host.index.pages_of(hashes))
+        copies = copy_list(
+            first,
+            last,
+            page_size=page,
+            block_size=block,
+            slots=np.asarray([p.slot for p in pages]),
+            block_ids=np.asarray(block_ids[first // block : last // block]),
+        )
+        load = RunningLoad(
+            state=state,
+            is_async=state.is_offer_async,
+            pages=pages,
+            first_token=first,
+            last_token=last,
+            copies=copies,
+            num_storage_tokens=self._storage_tokens(pages, first, last),
+            started_at=now,
+        )
+        self._host.pin(pages)
+        self._host.touch(pages[-1])
+        self._planned.append(load)
+        if load.is_async:
+            self._landing.update(dict.fromkeys(hashes, load))
+        state.load = load
+        self._ledger.found(state.request_id, "storage", load.num_storage_tokens)
+        self._ledger.found(state.request_id, "host", load.num_tokens - load.num_storage_tokens)
+        return load
+
+    def take_planned(self) -> tuple[tuple[CopyOp, ...], tuple[CopyOp, ...]]:
+        """(synchronous, asynchronous) loads for this step's plan, numbered in this order."""
+        planned = sorted(self._planned, key=lambda load: load.is_async)
+        self._planned = []
+        first, self._next_op = self._next_op, self._next_op + len(planned)
+        self._running.update(enumerate(planned, start=first))
+        numbered = [(CopyOp(first + i, load.copies), load) for i, load in enumerate(planned)]
+        return (
+            tuple(op for op, load in numbered if not load.is_async),
+            tuple(op for op, load in numbered if load.is_async),
+        )
+
+    def settle(self, outcome: Outcome, now: float) -> RunningLoad:
+        """Every worker has finished this load. Pages of a failed one are in doubt and leave."""
+        load = self._running.pop(outcome.op_id)
+        for page in load.pages:
+            if self._landing.get(page.page_hash) is load:
+                del self._landing[page.page_hash]
+        self._host.unpin(load.pages)
+        state = load.state
+        if state.load is load:
+            state.load = None
+        if not outcome.is_ok:
+            self._metrics.count("copy_failures")
+            self._ledger.unserved(state.request_id, "load_failed", load.num_tokens)
+            if load.pages[0].is_present:
+                self._host.discard(load.pages[0])
+            return load
+        self._metrics.observe("load_seconds", now - load.started_at)
+        self._ledger.served(state.request_id, "storage", load.num_storage_tokens)
+        num_host = load.num_tokens - load.num_storage_tokens
+        self._ledger.served(state.request_id, "host", num_host)
+        return load
+
+    def _storage_tokens(self, pages: tuple[HostPage, ...], first: int, last: int) -> int:
+        """Tokens of this load whose page came from storage and was not served before."""
+        page_size = self._page_size
+        total = 0
+        for number, page in enumerate(pages, start=first // page_size):
+            if page.origin is Tier.STORAGE:
+                page.origin = Tier.HOST
+                start, stop = number * page_size, (number + 1) * page_size
+                total += min(stop, last) - max(start, first)
+        return total

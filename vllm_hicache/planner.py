@@ -1,0 +1,376 @@
+"""The scheduler's decisions: what a request may skip, what is copied, what becomes of it.
+
+Every method is a question or a commit on the scheduler's thread; none blocks, and the caller
+brings the time. Order within one step of vLLM:
+
+    add_request, match, begin_load, collect_saves ... plan_step      (scheduler, before the step)
+    settle_copies, settle_storage                                    (when workers have answered)
+    admit, finish                                                    (a request's life)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from vllm_hicache.cost_model import CostModel
+from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.host_tier import HostTier
+from vllm_hicache.loads import Loads, RunningLoad
+from vllm_hicache.metrics import Ledger, Metrics, StorageCounters
+from vllm_hicache.persists import Persists
+from vllm_hicache.plan import Direction, StepPlan
+from vllm_hicache.prefetch import FetchPolicy, Prefetcher
+from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.progress import Outcome, ProgressJoin
+from vllm_hicache.request_state import DeviceBlocks, RequestState
+from vllm_hicache.saves import Saves
+from vllm_hicache.storage_channel import ChannelDown, ChannelUp
+from vllm_hicache.storage_link import StorageLink
+from vllm_hicache.storage_messages import (
+    Drained,
+    Hello,
+    PersistDone,
+    PersistReleased,
+    Stats,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """Numbers that the planner decides by; all agreed between the workers at start."""
+
+    page_size: int
+    block_size: int
+    num_host_slots: int
+    page_bytes: tuple[int, ...]
+    """Bytes of one page, by worker."""
+    eviction: str
+    fetch: FetchPolicy
+    persist_timeout_s: float
+    sync_load_max_s: float
+    defer_max_blocks: int
+    shares_device_pages: bool
+    """Whether vLLM's prefix caching lets one request use what another one loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Answer of a lookup: tokens beyond vLLM's own hit, or None for "ask again"."""
+
+    num_tokens: int | None
+    is_async: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What finished copies mean for vLLM and for those who listen."""
+
+    loaded: tuple[RunningLoad, ...] = ()
+    failed: tuple[RunningLoad, ...] = ()
+    published: tuple[HostPage, ...] = ()
+
+
+NO_MATCH = Match(0)
+ASK_AGAIN = Match(None)
+
+
+class Planner:
+    """One engine's cache. Not thread-safe: it lives on the scheduler's thread."""
+
+    def __init__(
+        self,
+        options: PlannerOptions,
+        blocks: DeviceBlocks,
+        metrics: Metrics,
+        *,
+        link: StorageLink | None,
+        namespace: str,
+        on_evict: Callable[[HostPage], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.metrics = metrics
+        self.namespace = namespace
+        self.link = link
+        self.ledger = Ledger(metrics)
+        self.costs = CostModel()
+        self.join = ProgressJoin(len(options.page_bytes))
+        self.host = HostTier(options.num_host_slots, options.eviction, on_evict)
+        sizes = {"page_size": options.page_size, "block_size": options.block_size}
+        self.saves = Saves(self.host, blocks, metrics, **sizes)
+        self.loads = Loads(self.host, metrics, self.ledger, **sizes)
+        self.prefetcher: Prefetcher | None = None
+        self.persists: Persists | None = None
+        if link is not None:
+            self.prefetcher = Prefetcher(
+                self.host, link, metrics, self.costs, options.fetch, page_size=options.page_size
+            )
+            self.persists = Persists(
+                self.host,
+                link,
+                metrics,
+                page_size=options.page_size,
+                page_bytes=options.page_bytes,
+                deadline_s=options.persist_timeout_s,
+            )
+        self._storage_counters = StorageCounters(metrics)
+        self._plan_numbers = count(1)
+        self._failed_requests: list[str] = []
+        self._deferred_blocks = 0
+        self._was_busy = False
+        self._copy_seconds = 0.0
+        metrics.gauge("host_slots_total", options.num_host_slots)
+
+    # A request's life --------------------------------------------------------------------------
+
+    def add_request(self, state: RequestState, now: float) -> None:
+        """Arrival: start looking in storage for what host lacks."""
+        if state.may_load and self.prefetcher is not None:
+            # A last page that is the prompt's end still serves all but its last block.
+            page_size = self.options.page_size
+            pages = min(
+                -(-self._usable_tokens(state) // page_size), state.tokens.num_tokens // page_size
+            )
+            if pages:
+                self.prefetcher.start(state, pages, self.namespace, now)
+
+    def match(self, state: RequestState, num_local_tokens: int, now: float) -> Match:
+        """How many tokens beyond vLLM's own hit are in host on every worker.
+
+        Idempotent: vLLM repeats it every step until the request gets blocks.
+        """
+        state.num_local_tokens, state.num_offered_tokens = num_local_tokens, 0
+        answer = self._match(state, num_local_tokens, now)
+        if answer.num_tokens is None:
+            self.metrics.count("deferred_lookups")
+        else:
+            state.num_offered_tokens, state.is_offer_async = answer.num_tokens, answer.is_async
+        return answer
+
+    def _match(self, state: RequestState, num_local: int, now: float) -> Match:
+        page_size, block_size = self.options.page_size, self.options.block_size
+        num_pages = state.tokens.num_tokens // page_size
+        hashes = state.tokens.page_hashes(num_pages)
+        in_host = self.host.index.match(hashes, num_pages) * page_size
+        state.num_found_tokens = max(0, in_host - num_local)
+        if not state.may_load:
+            state.withheld_reason = state.why_not
+            return NO_MATCH
+        state.withheld_reason = "cap"
+        can_defer = self._can_defer(num_local)
+        waits_for_fetch = self.prefetcher is not None and self.prefetcher.should_wait(
+            state, num_local, now
+        )
+        if waits_for_fetch and can_defer:
+            return self._defer(num_local)
+        if waits_for_fetch:
+            state.withheld_reason = "deferred_budget"
+        usable = min(in_host, self._usable_tokens(state)) // block_size * block_size
+        if usable <= num_local:
+            return NO_MATCH
+        if self._is_landing(hashes[num_local // page_size]) and can_defer:
+            return self._defer(num_local)
+        num_tokens = usable - num_local
+        return Match(num_tokens, is_async=not self._is_quick(num_tokens))
+
+    def admit(self, state: RequestState) -> None:
+        """The request got its blocks and needs nothing more of host: what was found and not
+        offered gets its reason, what was kept for it is let go."""
+        if state.is_admitted:
+            return
+        state.is_admitted = True
+        request_id = state.request_id
+        in_load = state.load.num_tokens if state.load is not None else 0
+        withheld = state.num_found_tokens - in_load
+        if withheld > 0:
+            self.ledger.found(request_id, "host", withheld)
+            self.ledger.unserved(request_id, state.withheld_reason, withheld)
+        fetch = state.fetch
+        if fetch is not None and self.prefetcher is not None:
+            short = (fetch.query.agreed - fetch.num_published) * self.options.page_size
+            if fetch.slots and short > 0 and fetch.num_waiting == 1:
+                self.ledger.found(request_id, "storage", short)
+                reason = "deadline" if fetch.is_running else "short_fetch"
+                self.ledger.unserved(request_id, reason, short)
+            self.prefetcher.leave(state)
+
+    def begin_load(
+        self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
+    ) -> RunningLoad:
+        """vLLM gave blocks for ``num_tokens`` of the last offer: plan the copy."""
+        if num_tokens > state.num_offered_tokens:
+            raise InvariantBroken(
+                f"request {state.request_id}: vLLM expects {num_tokens} tokens, "
+                f"the last lookup offered {state.num_offered_tokens}"
+            )
+        load = self.loads.begin(state, num_tokens, block_ids, now)
+        self.admit(state)
+        return load
+
+    def collect_saves(self, state: RequestState, num_tokens: int, now: float) -> None:
+        """The first ``num_tokens`` are on the device after this step: save what host lacks."""
+        had_pages = state.num_saved_pages
+        self.saves.collect(state, num_tokens, now)
+        if self.persists is None or had_pages or not state.num_saved_pages:
+            return
+        hashes = state.tokens.page_hashes(state.num_saved_pages)
+        present = self.host.index.match(hashes, state.num_saved_pages)
+        page = self.host.index.get(hashes[present - 1]) if present else None
+        if page is not None:
+            self.persists.catch_up(page, self.namespace)
+
+    def preempt(self, state: RequestState) -> None:
+        """vLLM took the blocks back; running copies hold theirs and go on."""
+        state.block_ids = []
+        state.num_saved_pages = 0
+        state.is_admitted = False
+
+    def finish(self, state: RequestState) -> None:
+        """The request has ended. A running load goes on until every worker has answered."""
+        state.is_finished = True
+        if self.prefetcher is not None:
+            self.prefetcher.leave(state)
+        if state.load is None:
+            self.ledger.close(state.request_id, "aborted")
+
+    # Steps -------------------------------------------------------------------------------------
+
+    def plan_step(self, *, is_busy: bool) -> StepPlan:
+        """Everything that was decided since the last step, numbered."""
+        self._deferred_blocks = 0
+        self._was_busy = is_busy
+        sync_loads, loads = self.loads.take_planned()
+        failed, self._failed_requests = tuple(self._failed_requests), []
+        return StepPlan(
+            number=next(self._plan_numbers),
+            sync_loads=sync_loads,
+            loads=loads,
+            saves=self.saves.take_planned(),
+            failed_requests=failed,
+        )
+
+    @property
+    def holds_device_blocks(self) -> bool:
+        """Whether steps must go on although no request runs."""
+        return self.saves.num_running > 0 or bool(self._failed_requests)
+
+    def settle_copies(self, now: float) -> Settled:
+        """Consume what all workers have finished, in order."""
+        published: list[HostPage] = []
+        for outcome in self.join.consume(Direction.SAVE):
+            pages = self.saves.settle(outcome, now)
+            if pages and self.persists is not None:
+                self.persists.start(pages, self.namespace)
+            published += pages
+        loaded, failed = [], []
+        for outcome in self.join.consume(Direction.LOAD):
+            load = self._settle_load(outcome, now)
+            (loaded if outcome.is_ok or load.state.is_finished else failed).append(load)
+        return Settled(tuple(loaded), tuple(failed), tuple(published))
+
+    def _settle_load(self, outcome: Outcome, now: float) -> RunningLoad:
+        load = self.loads.settle(outcome, now)
+        num_bytes = load.num_tokens * max(self.options.page_bytes) // self.options.page_size
+        mode = "async" if load.is_async else "sync"
+        self.metrics.count("loaded_bytes", num_bytes, mode)
+        busy = self.join.busy_seconds(Direction.LOAD)
+        self.costs.copied(num_bytes, busy - self._copy_seconds)
+        self._copy_seconds = busy
+        state = load.state
+        if not outcome.is_ok:
+            # The same pages would fail again: this request computes the rest itself.
+            state.may_load, state.why_not, state.is_admitted = False, "load_failed", False
+            if load.is_async and not state.is_finished:
+                self._failed_requests.append(state.request_id)
+        if state.is_finished:
+            self.ledger.close(state.request_id, "aborted")
+        return load
+
+    # Storage -----------------------------------------------------------------------------------
+
+    def settle_storage(self, now: float) -> None:
+        """Take what the storage processes said since the last call."""
+        if self.link is None:
+            return
+        for worker_id, event in self.link.poll():
+            self._settle_event(worker_id, event, now)
+
+    def _settle_event(self, worker_id: int, event: object, now: float) -> None:
+        persists, prefetcher, link = self.persists, self.prefetcher, self.link
+        if persists is None or prefetcher is None or link is None:
+            return
+        known = True
+        if isinstance(event, ChannelUp):
+            persists.regain_worker(worker_id)
+            prefetcher.regain_worker(worker_id, now)
+        elif isinstance(event, ChannelDown):
+            self.metrics.count("storage_restarts")
+            persists.lose_worker(worker_id)
+            prefetcher.lose_worker(worker_id, now)
+            self._storage_counters.forget(worker_id)
+        elif isinstance(event, Stats):
+            incarnation = link.incarnation(worker_id)
+            self._storage_counters.absorb(worker_id, incarnation, event.counters)
+        elif isinstance(event, PersistDone | PersistReleased):
+            known = persists.handle(worker_id, event)
+        elif not isinstance(event, Hello | Drained):
+            known = prefetcher.handle(worker_id, event, now)  # type: ignore[arg-type]
+        if not known:
+            self.metrics.count("ignored_reports")
+
+    # Whole cache -------------------------------------------------------------------------------
+
+    def reset(self, namespace: str) -> None:
+        """Forget host and everything under way; storage is used under ``namespace`` from now on.
+
+        Copies that run keep their slots and blocks until they are acknowledged.
+        """
+        self.saves.forget()
+        if self.prefetcher is not None:
+            self.prefetcher.forget()
+        if self.persists is not None:
+            self.persists.forget()
+        self.host.clear()
+        self.namespace = namespace
+        self.metrics.count("resets")
+
+    def update_gauges(self) -> None:
+        """Set all gauges to the present state."""
+        gauge = self.metrics.gauge
+        gauge("host_slots_used", self.host.slots.num_used)
+        gauge("host_slots_pinned", self.host.num_pinned)
+        gauge("device_blocks_held", self.saves.num_held_blocks)
+        gauge("operations_running", self.saves.num_running, "save")
+        gauge("operations_running", self.loads.num_running, "load")
+        if self.prefetcher is not None and self.persists is not None:
+            gauge("operations_running", self.prefetcher.num_querying, "exists")
+            gauge("operations_running", self.prefetcher.num_reading, "fetch")
+            gauge("operations_running", self.persists.num_running, "persist")
+
+    # Pure questions ----------------------------------------------------------------------------
+
+    def _usable_tokens(self, state: RequestState) -> int:
+        """Hits end one granule below the full prompt, like vLLM's own: one token is computed."""
+        return (state.tokens.num_tokens - 1) // self.options.block_size * self.options.block_size
+
+    def _is_landing(self, page_hash: bytes) -> bool:
+        return self.options.shares_device_pages and self.loads.is_landing(page_hash)
+
+    def _can_defer(self, num_local_tokens: int) -> bool:
+        """Each "ask again" makes vLLM repeat its own lookup of the cached blocks."""
+        blocks = num_local_tokens // self.options.block_size
+        return self._deferred_blocks + blocks <= self.options.defer_max_blocks
+
+    def _defer(self, num_local_tokens: int) -> Match:
+        self._deferred_blocks += num_local_tokens // self.options.block_size + 1
+        return ASK_AGAIN
+
+    def _is_quick(self, num_tokens: int) -> bool:
+        """Whether a copy is better waited for than scheduled around."""
+        if self.options.sync_load_max_s <= 0:
+            return False
+        if self.loads.num_running:
+            return False  # it would stand in line behind a longer copy
+        if not self._was_busy:
+            return True
+        num_bytes = num_tokens * max(self.options.page_bytes) // self.options.page_size
+        return self.costs.load_s(num_bytes) <= self.options.sync_load_max_s

@@ -1,0 +1,356 @@
+"""Storage -> host while a request waits: one fetch from question to end.
+
+    QUERYING -> READING -> ENDED        each with the owner of the slots in brackets
+    QUERYING   [nobody]                 every worker counts its leading pages in storage
+    READING    [operation -> index]     agreed pages are published as they arrive
+    ENDED      [operation]              the rest waits for the last worker's release, then is freed
+
+Deadlines belong to the scheduler; a worker only turns its own into a shorter answer.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_hicache.cost_model import CostModel
+from vllm_hicache.host_tier import HostTier
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.request_state import RequestState, TokenSource
+from vllm_hicache.storage_link import StorageLink, WorldAnswer
+from vllm_hicache.storage_messages import (
+    Cancel,
+    Exists,
+    ExistsResult,
+    FetchProgress,
+    FetchReleased,
+    FetchSettled,
+    pack_hashes,
+    pack_slots,
+)
+from vllm_hicache.storage_messages import (
+    Fetch as FetchMessage,
+)
+from vllm_hicache.tiers import Tier
+
+MAX_HOST_SHARE = 0.5
+"""Part of the host tier that fetches may fill at once; more would evict what is soon used."""
+FetchEvent = ExistsResult | FetchProgress | FetchSettled | FetchReleased
+
+
+class FetchStage(Enum):
+    """Where a fetch stands."""
+
+    QUERYING = "querying"
+    READING = "reading"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One fetch of pages ``first_page`` and on of one chain; several requests may wait for it."""
+
+    first_page: int
+    hashes: list[bytes]
+    anchor: HostPage | None
+    namespace: str
+    tokens: TokenSource
+    """Of the request that asked first; names the pages in events."""
+    query: WorldAnswer
+    query_op: int
+    asked_at: float
+    stage: FetchStage = FetchStage.QUERYING
+    reason: str = ""
+    op: int = 0
+    slots: list[int] = field(default_factory=list)
+    read: WorldAnswer | None = None
+    pages: list[HostPage] = field(default_factory=list)
+    """Published pages, pinned while a request waits for them."""
+    num_published: int = 0
+    num_waiting: int = 0
+    read_at: float = 0.0
+    is_stale: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.stage is not FetchStage.ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """When to stop waiting."""
+
+    kind: str
+    base_s: float
+    per_1k_tokens_s: float
+    min_tokens: int
+    exists_timeout_s: float
+    read_timeout_s: float
+
+    @property
+    def query_s(self) -> float:
+        """How long the question whether storage holds the pages may take."""
+        return self.read_timeout_s if self.kind == "wait_complete" else self.exists_timeout_s
+
+
+class Prefetcher:
+    """All fetches."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        link: StorageLink,
+        metrics: Metrics,
+        costs: CostModel,
+        policy: FetchPolicy,
+        *,
+        page_size: int,
+    ) -> None:
+        self._host = host
+        self._link = link
+        self._metrics = metrics
+        self._costs = costs
+        self._policy = policy
+        self._page_size = page_size
+        self._by_query: dict[int, Fetch] = {}
+        self._by_read: dict[int, Fetch] = {}
+        self._by_page: dict[bytes, Fetch] = {}
+        self._num_slots = 0
+        self._published: list[HostPage] = []
+        self._namespace = ""
+
+    @property
+    def num_querying(self) -> int:
+        return len(self._by_query)
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._by_read)
+
+    @property
+    def num_slots(self) -> int:
+        """Host slots that fetches own: neither published nor freed."""
+        return self._num_slots
+
+    def take_published(self) -> list[HostPage]:
+        """Pages that became visible since the last call."""
+        published, self._published = self._published, []
+        return published
+
+    # Beginning and end of a request's interest -----------------------------------------------
+
+    def start(self, state: RequestState, num_pages: int, namespace: str, now: float) -> None:
+        """Look in storage for what host lacks of the first ``num_pages`` pages.
+
+        A request whose first missing page is already being fetched waits for that fetch.
+        """
+        hashes = list(state.tokens.page_hashes(num_pages)[:num_pages])
+        first = self._host.index.match(hashes)
+        self._namespace = namespace
+        if (num_pages - first) * self._page_size < max(self._policy.min_tokens, 1):
+            return
+        fetch = self._by_page.get(hashes[first])
+        if fetch is None:
+            fetch = self._ask(state.tokens, hashes, first, now)
+        if fetch is not None:
+            fetch.num_waiting += 1
+            state.fetch = fetch
+
+    def leave(self, state: RequestState) -> None:
+        """The request was admitted or has ended. The last one to leave stops the fetch."""
+        fetch, state.fetch = state.fetch, None
+        if fetch is None:
+            return
+        fetch.num_waiting -= 1
+        if fetch.num_waiting:
+            return
+        self._host.unpin(fetch.pages)
+        fetch.pages = []
+        if fetch.is_running:
+            self._link.broadcast(Cancel(fetch.op or fetch.query_op))
+            if fetch.stage is FetchStage.QUERYING:
+                self._end(fetch, "cancelled")
+
+    def should_wait(self, state: RequestState, num_local_tokens: int, now: float) -> bool:
+        """Whether the lookup of this request shall be asked again later."""
+        fetch = state.fetch
+        if fetch is None or not fetch.is_running:
+            return False
+        if num_local_tokens >= (fetch.first_page + len(fetch.hashes)) * self._page_size:
+            return False
+        if state.waiting_since is None:
+            state.waiting_since = now
+        if fetch.stage is FetchStage.QUERYING:
+            return now - fetch.asked_at < self._policy.query_s
+        if self._policy.kind == "best_effort":
+            return False
+        if self._policy.kind == "wait_complete":
+            return now - fetch.read_at < self._policy.read_timeout_s
+        return now - state.waiting_since < self._budget_s(len(fetch.hashes))
+
+    def _budget_s(self, num_pages: int) -> float:
+        tokens = num_pages * self._page_size
+        budget = self._policy.base_s + tokens / 1024 * self._policy.per_1k_tokens_s
+        recompute = self._costs.recompute_s(tokens)
+        return budget if recompute is None else min(budget, recompute)
+
+    # Answers of the storage processes --------------------------------------------------------
+
+    def handle(self, worker_id: int, event: FetchEvent, now: float) -> bool:
+        """Take one answer; False when the operation is unknown (late, or of another life)."""
+        if isinstance(event, ExistsResult):
+            return self._handle_exists(worker_id, event, now)
+        fetch = self._by_read.get(event.op)
+        if fetch is None or fetch.read is None:
+            return False
+        if isinstance(event, FetchProgress):
+            fetch.read.advance(worker_id, event.num_pages)
+        elif isinstance(event, FetchSettled):
+            fetch.read.advance(worker_id, event.num_pages)
+            fetch.read.settle(worker_id, event.reason)
+        else:
+            fetch.read.settle(worker_id, "cancelled")
+            fetch.read.released.add(worker_id)
+        self._advance(fetch, now)
+        return True
+
+    def lose_worker(self, worker_id: int, now: float) -> None:
+        """A storage process died: its part of every fetch ends here."""
+        for fetch in list(self._by_query.values()):
+            self._end(fetch, "unavailable")
+        for fetch in list(self._by_read.values()):
+            if fetch.read is not None:
+                fetch.read.lose(worker_id)
+                self._advance(fetch, now)
+
+    def regain_worker(self, worker_id: int, now: float) -> None:
+        """Its successor said hello: nobody writes to the old slots any more."""
+        for fetch in list(self._by_read.values()):
+            if fetch.read is not None and fetch.read.settled[worker_id] is not None:
+                fetch.read.released.add(worker_id)
+                self._advance(fetch, now)
+
+    def forget(self) -> None:
+        """Reset: nothing that is being fetched may become visible."""
+        for fetch in [*self._by_query.values(), *self._by_read.values()]:
+            fetch.is_stale = True
+            if fetch.is_running:
+                self._link.broadcast(Cancel(fetch.op or fetch.query_op))
+                self._end(fetch, "reset")
+
+    # Stages ------------------------------------------------------------------------------------
+
+    def _ask(
+        self, tokens: TokenSource, hashes: list[bytes], first: int, now: float
+    ) -> Fetch | None:
+        op = self._link.next_number()
+        wanted = hashes[first:]
+        message = Exists(op, self._namespace, pack_hashes(wanted), self._policy.query_s)
+        if not self._link.broadcast(message):
+            self._metrics.count("fetch_ended", 1, "unavailable")
+            return None
+        anchor = self._host.index.get(hashes[first - 1]) if first else None
+        fetch = Fetch(
+            first_page=first,
+            hashes=wanted,
+            anchor=anchor,
+            namespace=self._namespace,
+            tokens=tokens,
+            query=WorldAnswer(self._link.world_size),
+            query_op=op,
+            asked_at=now,
+        )
+        if anchor is not None:
+            self._host.pin([anchor])
+        self._by_query[op] = fetch
+        self._by_page.update(dict.fromkeys(wanted, fetch))
+        return fetch
+
+    def _handle_exists(self, worker_id: int, event: ExistsResult, now: float) -> bool:
+        fetch = self._by_query.get(event.op)
+        if fetch is None:
+            return False
+        fetch.query.advance(worker_id, event.num_leading)
+        fetch.query.settle(worker_id, "missing" if event.ok else event.reason or "unavailable")
+        if fetch.query.is_settled:
+            del self._by_query[event.op]
+            self._read(fetch, now)
+        return True
+
+    def _read(self, fetch: Fetch, now: float) -> None:
+        found = fetch.query.agreed
+        if found * self._page_size < max(self._policy.min_tokens, 1):
+            self._end(fetch, fetch.query.reason if found == 0 else "missing")
+            return
+        limit = int(self._host.slots.num_slots * MAX_HOST_SHARE) - self._num_slots
+        slots = self._host.allocate(max(0, min(found, limit)))
+        if not slots:
+            self._end(fetch, "host_full")
+            return
+        for page_hash in fetch.hashes[len(slots) :]:
+            self._unlink(page_hash, fetch)
+        fetch.hashes = fetch.hashes[: len(slots)]
+        op = self._link.next_number()
+        message = FetchMessage(
+            op,
+            fetch.namespace,
+            pack_hashes(fetch.hashes),
+            pack_slots(slots),
+            self._policy.read_timeout_s,
+        )
+        if not self._link.broadcast(message):
+            self._host.free(slots)
+            self._end(fetch, "unavailable")
+            return
+        fetch.op, fetch.slots, fetch.read_at = op, slots, now
+        fetch.read = WorldAnswer(self._link.world_size)
+        fetch.stage = FetchStage.READING
+        self._num_slots += len(slots)
+        self._by_read[op] = fetch
+
+    def _advance(self, fetch: Fetch, now: float) -> None:
+        read = fetch.read
+        if read is None:
+            return
+        self._publish(fetch, min(read.agreed, len(fetch.slots)))
+        if read.is_settled and fetch.is_running:
+            reason = "complete" if read.agreed == len(fetch.slots) else read.reason
+            self._metrics.observe("fetch_seconds", now - fetch.asked_at)
+            self._end(fetch, reason)
+        if read.is_released and read.is_settled:
+            del self._by_read[fetch.op]
+            rest = fetch.slots[fetch.num_published :]
+            self._host.free(rest)
+            self._num_slots -= len(rest)
+
+    def _publish(self, fetch: Fetch, agreed: int) -> None:
+        if fetch.is_stale:
+            return
+        while fetch.num_published < agreed:
+            i = fetch.num_published
+            parent = fetch.hashes[i - 1] if i else (fetch.anchor and fetch.anchor.page_hash)
+            page = self._host.publish(fetch.hashes[i], parent or None, fetch.slots[i])
+            fetch.num_published += 1
+            self._num_slots -= 1
+            if page is None:
+                continue
+            page.origin = Tier.STORAGE
+            page.note = fetch.tokens.note(fetch.first_page + i)
+            self._published.append(page)
+            page.is_persisted = True
+            if fetch.num_waiting:
+                self._host.pin([page])
+                fetch.pages.append(page)
+
+    def _end(self, fetch: Fetch, reason: str) -> None:
+        fetch.stage, fetch.reason = FetchStage.ENDED, reason
+        self._by_query.pop(fetch.query_op, None)
+        if fetch.anchor is not None:
+            self._host.unpin([fetch.anchor])
+            fetch.anchor = None
+        for page_hash in fetch.hashes:
+            self._unlink(page_hash, fetch)
+        self._metrics.count("fetch_ended", 1, reason)
+
+    def _unlink(self, page_hash: bytes, fetch: Fetch) -> None:
+        if self._by_page.get(page_hash) is fetch:
+            del self._by_page[page_hash]

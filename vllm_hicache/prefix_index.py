@@ -1,0 +1,117 @@
+"""Page hash -> host page. Holds only pages whose bytes are in host on every worker.
+
+The pages of a prefix form a chain; a page is present only while its parent is, so the
+present part of any chain is a prefix of it and is found by binary search.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.tiers import Tier
+
+
+@dataclass(slots=True, eq=False)
+class HostPage:
+    """One page in host memory. Mutable: its counters move while it lives."""
+
+    page_hash: bytes
+    parent: "HostPage | None"
+    slot: int
+    origin: Tier = Tier.DEVICE
+    """Tier it came from; STORAGE until it is first served, so that the hit is told once."""
+    num_children: int = 0
+    pins: int = 0
+    last_use: int = 0
+    num_uses: int = 0
+    priority: int = 0
+    is_persisted: bool = False
+    is_persisting: bool = False
+    is_present: bool = True
+    note: object = field(default=None, repr=False)
+    """What events say of this page; None unless events are published."""
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it may leave host now: a leaf that nobody pins."""
+        return self.is_present and self.pins == 0 and self.num_children == 0
+
+
+class PrefixIndex:
+    """The set of host pages.
+
+    >>> index = PrefixIndex()
+    >>> _ = index.add(b"a", None, 0), index.add(b"b", b"a", 1)
+    >>> index.match([b"a", b"b", b"c"])
+    2
+    >>> index.add(b"d", b"c", 2) is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, HostPage] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def get(self, page_hash: bytes) -> HostPage | None:
+        return self._pages.get(page_hash)
+
+    def __contains__(self, page_hash: bytes) -> bool:
+        return page_hash in self._pages
+
+    def pages(self) -> list[HostPage]:
+        """All pages, in no promised order."""
+        return list(self._pages.values())
+
+    def pages_of(self, hashes: Sequence[bytes]) -> list[HostPage]:
+        """The pages of these hashes, each of which must be present."""
+        try:
+            return [self._pages[page_hash] for page_hash in hashes]
+        except KeyError as error:
+            raise InvariantBroken(f"page {error.args[0].hex()} left host under a load") from error
+
+    def match(self, hashes: Sequence[bytes], limit: int | None = None) -> int:
+        """Number of leading pages of the chain that are present. O(log n)."""
+        low, high = 0, len(hashes) if limit is None else min(limit, len(hashes))
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in self._pages:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def add(self, page_hash: bytes, parent_hash: bytes | None, slot: int) -> HostPage | None:
+        """Add a page under its parent; None where the page is present or the parent is not."""
+        if page_hash in self._pages:
+            return None
+        parent = None
+        if parent_hash is not None:
+            parent = self._pages.get(parent_hash)
+            if parent is None:
+                return None
+            parent.num_children += 1
+        page = HostPage(page_hash, parent, slot)
+        self._pages[page_hash] = page
+        return page
+
+    def remove(self, page: HostPage) -> None:
+        """Remove a page without children."""
+        if page.num_children or not page.is_present:
+            raise InvariantBroken(
+                f"host page in slot {page.slot} removed with {page.num_children} children, "
+                f"present={page.is_present}"
+            )
+        del self._pages[page.page_hash]
+        page.is_present = False
+        if page.parent is not None:
+            page.parent.num_children -= 1
+
+    def clear(self) -> list[HostPage]:
+        """Forget every page; the caller takes over their slots."""
+        pages = list(self._pages.values())
+        for page in pages:
+            page.is_present = False
+        self._pages.clear()
+        return pages

@@ -1,0 +1,68 @@
+"""What the planner remembers of one request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vllm_hicache.loads import RunningLoad
+    from vllm_hicache.prefetch import Fetch
+
+
+class TokenSource(Protocol):
+    """A request's tokens and the hashes of its pages; grows as tokens are generated."""
+
+    request_id: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: the prompt and what was generated."""
+
+    def page_hashes(self, num_pages: int) -> Sequence[bytes]:
+        """Hashes of at least the first ``num_pages`` whole pages. O(new pages)."""
+
+    def note(self, page_index: int) -> object:
+        """What events will say of this page; None where nobody listens."""
+
+
+class DeviceBlocks(Protocol):
+    """References on vLLM's device blocks."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keep these blocks from being reused."""
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give references back, in reverse chain order so that a prefix outlives its tail."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request between arrival and end. A preempted request keeps its state."""
+
+    tokens: TokenSource
+    may_load: bool = True
+    why_not: str = ""
+    """Reason in the ledger where ``may_load`` is False."""
+    block_ids: list[int] = field(default_factory=list)
+    """Device blocks in token order, as far as they were allocated."""
+    num_saved_pages: int = 0
+    """Leading pages that are in host or on their way there."""
+    num_local_tokens: int = 0
+    """vLLM's own hit at the last lookup."""
+    num_offered_tokens: int = 0
+    """What the last lookup answered."""
+    is_offer_async: bool = False
+    num_found_tokens: int = 0
+    """Tokens of the prompt in host at the last lookup."""
+    withheld_reason: str = "cap"
+    """Why the last lookup offered less than it found."""
+    waiting_since: float | None = None
+    """First lookup that was answered "ask again" because of a fetch."""
+    fetch: "Fetch | None" = None
+    load: "RunningLoad | None" = None
+    is_admitted: bool = False
+    is_finished: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.tokens.request_id
