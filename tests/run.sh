@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Run the tests: `bash tests/run.sh` before a push (under 15 minutes on 2 cores), `--full` for all
+# of them and a new docs/test-report.md. Sets up its own environment (tests/setup_env.sh). Fails on
+# a failed test and on any skip that tests/allowed_skips.txt does not allow.
+set -euo pipefail
+case "$*" in
+"") TIER=push ;;
+--full) TIER=full ;;
+*)
+    printf 'usage: bash tests/run.sh [--full]    (for a selection: pytest tests/...)\n' >&2
+    exit 2
+    ;;
+esac
+. "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+cd "$ROOT"
+export HF_HUB_OFFLINE=1
+
+UNIT_LIMIT_S=60
+RESULTS=$ROOT/.cache/results
+rm -rf "$RESULTS"
+mkdir -p "$RESULTS"
+LOGS=()
+
+# part NAME MARKERS [pytest options]: one pytest process; its status is judged at the end.
+part() {
+    local name=$1 markers=$2 started=$SECONDS
+    shift 2
+    printf '\n== %s: tests that are %s\n' "$name" "$markers"
+    LOGS+=("$RESULTS/$name.jsonl")
+    "$PY" -m pytest tests -q -m "$markers" --result-log "$RESULTS/$name.jsonl" "$@" </dev/null || true
+    PART_S=$((SECONDS - started))
+}
+
+if [ "$TIER" = push ]; then
+    part units "not e2e and not full"
+    if [ "$PART_S" -gt "$UNIT_LIMIT_S" ]; then
+        printf 'units took %d s, they should take at most %d s\n' "$PART_S" "$UNIT_LIMIT_S"
+    fi
+    part engines "e2e and not full"
+    "$PY" tests/run_summary.py "${LOGS[@]}"
+else
+    part units "not e2e" --hypothesis-profile=full
+    part engines "e2e"
+    "$PY" tests/run_summary.py --report docs/test-report.md "${LOGS[@]}"
+fi
