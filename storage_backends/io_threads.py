@@ -14,7 +14,7 @@ import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from vllm_hicache.errors import BackendError, BackendTimeout, BackendUnavailable
+from vllm_hicache.errors import BackendTimeout, BackendUnavailable, HiCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Batch(Generic[T]):
             job = self._jobs[index]
         try:
             self.results[index] = job(self)
-        except BackendError as error:
+        except HiCacheError as error:
             self.error = self.error or error
         except Exception as error:
             logger.exception("storage job failed")

@@ -1,0 +1,186 @@
+"""Every change of the storage folder: room for an object, its appearance and its removal.
+
+Each change happens under the shared lock together with its count, so that the sum of all processes'
+objects and temporary files never exceeds the capacity.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_hicache.errors import BackendTimeout
+from vllm_hicache.storage_backends import file_names
+from vllm_hicache.storage_backends.file_capacity import Ledger, UsageFile, charged_bytes
+from vllm_hicache.storage_backends.file_sweep import Sweeper
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from vllm_hicache.storage_backends.counters import Counters
+
+_FRUITLESS_SWEEPS = 2
+_REMOVALS_PER_LOCK = 64
+_RELEASE_LOCK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TemporaryFile:
+    """A file of final length that nobody reads yet. Its room is reserved."""
+
+    name: str  # of the object it becomes
+    path: str
+    fd: int
+    num_bytes: int
+
+
+class FolderSpace:
+    """The folder and the room in it, bounded over all processes that share it."""
+
+    def __init__(
+        self,
+        root: Path,
+        counters: Counters,
+        *,
+        capacity_bytes: int | None,
+        min_free_bytes: int,
+    ) -> None:
+        self._root = root
+        self._capacity_bytes = capacity_bytes
+        self._min_free_bytes = min_free_bytes
+        self.usage = UsageFile(root)
+        self.sweeper = Sweeper(root, self.usage, counters, capacity_bytes)
+
+    def path(self, name: str) -> str:
+        """Where an object lies.
+
+        Raises:
+            ValueError: The name is not an object's; it could lead out of the folder.
+        """
+        if not file_names.is_object(name):
+            raise ValueError(f"not the name of an object: {name!r}")
+        folder = file_names.folder_name(file_names.folder_index(name))
+        return f"{self._root}/{folder}/{name}"
+
+    def reserve(self, name: str, num_bytes: int, deadline: float) -> TemporaryFile | None:
+        """Make room for an object, evicting older ones, and create its temporary file.
+
+        None when no room can be made by the deadline, which is on the monotonic clock.
+
+        Raises:
+            BackendTimeout: The lock was not to be had by the deadline.
+            OSError: The file system refuses.
+        """
+        charge = charged_bytes(num_bytes)
+        if self._capacity_bytes is not None and charge > self._capacity_bytes:
+            return None
+        num_fruitless = 0
+        while num_fruitless <= _FRUITLESS_SWEEPS:
+            num_sweeps = self.sweeper.num_sweeps
+            with self.usage.locked(deadline) as ledger:
+                freed = 0
+                if ledger.is_counted:
+                    shortage = self._shortage(ledger, charge)
+                    if shortage > ledger.total_bytes:
+                        return None  # not even an empty folder would do
+                    if shortage > 0:
+                        freed = self.sweeper.evict(ledger, shortage)
+                    if freed >= shortage:
+                        return self._create(ledger, name, num_bytes)
+            if not freed:
+                num_fruitless += 1
+                if not self.sweeper.wait_for_next(num_sweeps, deadline):
+                    return None
+        return None
+
+    def commit(self, temporary: TemporaryFile, deadline: float) -> bool:
+        """Give the object its name; False when one of the same length has it already.
+
+        Raises:
+            BackendTimeout: The lock was not to be had. The caller releases the file.
+            OSError: The file system refuses. The caller releases the file.
+        """
+        final = self.path(temporary.name)
+        folder = file_names.folder_index(temporary.name)
+        with self.usage.locked(deadline) as ledger:
+            length = length_of(final)
+            if length == temporary.num_bytes:
+                os.unlink(temporary.path)
+                ledger.add(folder, -charged_bytes(temporary.num_bytes))
+                return False
+            os.rename(temporary.path, final)
+            ledger.add(folder, -charged_bytes(length or 0))
+            return True
+
+    def release(self, temporary: TemporaryFile) -> None:
+        """Remove a temporary file that does not become an object. Safe to call twice.
+
+        Without the lock the file goes all the same; its room is found by the next sweep.
+        """
+        folder = file_names.folder_index(temporary.name)
+        try:
+            with self.usage.locked(time.monotonic() + _RELEASE_LOCK_S) as ledger:
+                os.unlink(temporary.path)
+                ledger.add(folder, -charged_bytes(temporary.num_bytes))
+        except FileNotFoundError:
+            return
+        except BackendTimeout:
+            os.unlink(temporary.path)
+
+    def remove(self, names: Sequence[str], deadline: float) -> int:
+        """Remove objects; return how many were there.
+
+        Raises:
+            BackendTimeout: The lock was not to be had by the deadline.
+            OSError: The file system refuses.
+        """
+        num_removed = 0
+        for first in range(0, len(names), _REMOVALS_PER_LOCK):
+            with self.usage.locked(deadline) as ledger:
+                for name in names[first : first + _REMOVALS_PER_LOCK]:
+                    length = length_of(self.path(name))
+                    if length is None:
+                        continue
+                    os.unlink(self.path(name))
+                    ledger.add(file_names.folder_index(name), -charged_bytes(length))
+                    num_removed += 1
+        return num_removed
+
+    def _shortage(self, ledger: Ledger, charge: int) -> int:
+        """Bytes that must be freed before `charge` more may be used; 0 or less: none."""
+        status = os.statvfs(self._root)
+        shortage = self._min_free_bytes + charge - status.f_bavail * status.f_frsize
+        if self._capacity_bytes is not None:
+            shortage = max(shortage, ledger.total_bytes + charge - self._capacity_bytes)
+        return shortage
+
+    def _create(self, ledger: Ledger, name: str, num_bytes: int) -> TemporaryFile:
+        folder = file_names.folder_index(name)
+        directory = self._root / file_names.folder_name(folder)
+        path = str(directory / file_names.temporary_name(name, file_names.Writer.current()))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(path, flags, 0o600)
+        temporary = TemporaryFile(name, path, fd, num_bytes)
+        try:
+            os.ftruncate(fd, num_bytes)  # a sweep sees at once what the file will use
+            ledger.add(folder, charged_bytes(num_bytes))
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return temporary
+
+
+def length_of(path: str) -> int | None:
+    """Length of a file in bytes, None when there is none."""
+    try:
+        return os.lstat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None

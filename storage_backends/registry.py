@@ -1,0 +1,62 @@
+"""From a storage URL to a backend, constructed but not yet connected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.storage_backends.file import FileBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_hicache.config import StorageConfig
+    from vllm_hicache.storage import StorageBackend
+
+
+def open_backend(url: str, config: StorageConfig) -> StorageBackend:
+    """The backend that a URL names, constructed but not connected: call its `open`.
+
+    Raises:
+        ConfigError: The scheme is unknown, or the rest of the URL does not fit it. The message
+            shows no user name, password or query of the URL.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in _CONSTRUCTORS:
+        known = ", ".join(f"{name}://" for name in sorted(_CONSTRUCTORS))
+        raise ConfigError(f"storage scheme {scheme!r} is unknown; known are {known}")
+    return _CONSTRUCTORS[scheme](url, config)
+
+
+def folder_of(url: str) -> Path:
+    """The folder that a `file` URL names.
+
+    >>> folder_of("file:///var/cache/hi%20cache")
+    PosixPath('/var/cache/hi cache')
+
+    Raises:
+        ConfigError: It names a host, has a query or fragment, or no absolute path.
+    """
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise ConfigError("a file storage URL must be file:///ABSOLUTE/PATH and nothing else")
+    if not path.startswith("/") or path.strip("/") == "" or "\0" in path:
+        raise ConfigError(f"a file storage URL must name an absolute folder, got {path!r}")
+    return Path(path)
+
+
+def _file(url: str, config: StorageConfig) -> StorageBackend:
+    return FileBackend(
+        folder_of(url),
+        capacity_bytes=config.capacity_bytes,
+        min_free_bytes=config.min_free_bytes,
+        read_threads=config.read_concurrency,
+        write_threads=config.write_concurrency,
+        operation_timeout_s=config.operation_timeout_s,
+    )
+
+
+_CONSTRUCTORS: dict[str, Callable[[str, StorageConfig], StorageBackend]] = {"file": _file}
