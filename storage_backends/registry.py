@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -59,4 +60,22 @@ def _file(url: str, config: StorageConfig) -> StorageBackend:
     )
 
 
-_CONSTRUCTORS: dict[str, Callable[[str, StorageConfig], StorageBackend]] = {"file": _file}
+def _plugin(url: str, config: StorageConfig) -> StorageBackend:
+    """``plugin://PACKAGE.MODULE/CLASS?...``: what ``CLASS.from_url(url, config)`` returns."""
+    parts = urlsplit(url)
+    module, name = parts.netloc, parts.path.strip("/")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"a plugin storage URL must be plugin://PACKAGE.MODULE/CLASS, and {name!r} cannot be "
+            f"imported from {module!r}: {error}"
+        ) from error
+    backend: StorageBackend = found.from_url(url, config)
+    return backend
+
+
+_CONSTRUCTORS: dict[str, Callable[[str, StorageConfig], StorageBackend]] = {
+    "file": _file,
+    "plugin": _plugin,
+}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from vllm_hicache.storage_address import StorageAddress
 from vllm_hicache.storage_messages import (
+    RECEIVE_BYTES,
     Attach,
     Command,
     Event,
@@ -28,7 +29,6 @@ from vllm_hicache.storage_messages import (
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 256 << 10
 # A process that reads nothing for this long a queue is as good as down.
 MAX_UNSENT_BYTES = 64 << 20
 

@@ -14,6 +14,7 @@ HASH_BYTES = 32
 SLOT_BYTES = 4
 # A million tokens in pages of 16 is 2.3 MB; anything larger is not one of our messages.
 MAX_MESSAGE_BYTES = 64 << 20
+RECEIVE_BYTES = 256 << 10
 
 ExistsReason = Literal["", "deadline", "unavailable", "cancelled"]
 FetchReason = Literal["complete", "missing", "corrupt", "deadline", "cancelled", "unavailable"]

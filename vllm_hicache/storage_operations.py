@@ -1,0 +1,319 @@
+"""What one exists, fetch or persist does with the calls that a lane grants it."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_hicache.keys import shard_name
+from vllm_hicache.layout import Shard
+from vllm_hicache.storage import FetchOutcome, ShardObject, WriteOutcome
+from vllm_hicache.storage_breaker import Breaker
+from vllm_hicache.storage_lanes import Operation
+from vllm_hicache.storage_messages import (
+    Event,
+    Exists,
+    ExistsReason,
+    ExistsResult,
+    Fetch,
+    FetchProgress,
+    FetchReason,
+    FetchReleased,
+    FetchSettled,
+    Persist,
+    PersistDone,
+    PersistReason,
+    PersistReleased,
+    unpack_hashes,
+    unpack_slots,
+)
+
+# Pages of the first question about a prompt, and of the largest: most answers lie in the first
+# few pages, and a question of 512 pages of 8 shards takes about 10 ms from local files.
+FIRST_EXISTS_PAGES = 4
+MAX_EXISTS_PAGES = 512
+
+
+class VerifiedStorage(Protocol):
+    """What operations need of ``CheckedStorage``; its rule about buffers applies."""
+
+    async def exists(self, names: Sequence[str]) -> list[bool]: ...
+
+    async def fetch(self, items: Sequence[ShardObject]) -> list[FetchOutcome]: ...
+
+    async def persist(self, items: Sequence[ShardObject]) -> list[WriteOutcome]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """The host pool as this process sees it: the shards of every host slot."""
+
+    pool: memoryview  # [num_slots * slot_stride] uint8, shared with the worker
+    slot_stride: int
+    num_slots: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page that storage keeps."""
+        return sum(shard.length for shard in self.shards)
+
+    def objects(self, namespace: str, page_hash: bytes, host_slot: int) -> list[ShardObject]:
+        """The stored objects of one page, over the bytes of ``host_slot``."""
+        base = host_slot * self.slot_stride
+        return [
+            ShardObject(
+                name=shard_name(page_hash, namespace, shard),
+                namespace=namespace,
+                page_hash=page_hash,
+                shard=shard,
+                payload=self.pool[base + shard.offset : base + shard.offset + shard.length],
+            )
+            for shard in self.shards
+        ]
+
+    def names(self, namespace: str, page_hashes: Sequence[bytes]) -> list[str]:
+        """Names of all shards of some pages, page by page."""
+        return [shard_name(h, namespace, shard) for h in page_hashes for shard in self.shards]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every operation is given."""
+
+    storage: VerifiedStorage
+    pages: HostPages
+    send: Callable[[Event], None]
+    retire: Callable[[Operation], None]
+    """Called once, when the operation is settled and no call of it runs."""
+    changed: Callable[[], None]
+    """Called when an operation has settled."""
+
+
+class _StorageOperation(Operation):
+    def __init__(
+        self,
+        message: Exists | Fetch | Persist,
+        around: Surroundings,
+        breaker: Breaker,
+    ) -> None:
+        super().__init__(message.op, breaker)
+        self._around = around
+        self._namespace = message.namespace
+        self._hashes = unpack_hashes(message.hashes)
+        self._is_retired = False
+        self._deadline = asyncio.get_running_loop().call_later(
+            max(0.0, message.deadline_s), self._pass_deadline
+        )
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Tell that no call runs any more."""
+
+    def _pass_deadline(self) -> None:
+        self.stop("deadline")
+
+    def _settle(self, event: Event) -> None:
+        self.is_settled = True
+        self._deadline.cancel()
+        self._around.send(event)
+        self._around.changed()
+
+    def call_ended(self) -> None:
+        self.retire_if_quiet()
+
+    def retire_if_quiet(self) -> None:
+        """Release once, when settled and without calls."""
+        if self.is_settled and not self.calls and not self._is_retired:
+            self._is_retired = True
+            self._release()
+            self._around.retire(self)
+
+
+class ExistsOperation(_StorageOperation):
+    """Asks for the leading pages in growing pieces, one at a time."""
+
+    def __init__(self, message: Exists, around: Surroundings, breaker: Breaker) -> None:
+        super().__init__(message, around, breaker)
+        self._num_leading = 0
+        self._piece = FIRST_EXISTS_PAGES
+
+    def next_call(self) -> Coroutine[Any, Any, int] | None:
+        if self.calls:
+            return None
+        hashes = self._hashes[self._num_leading : self._num_leading + self._piece]
+        return self._count_leading(hashes)
+
+    async def _count_leading(self, hashes: list[bytes]) -> int:
+        pages = self._around.pages
+        found = await self._around.storage.exists(pages.names(self._namespace, hashes))
+        width = len(pages.shards)
+        whole = [all(found[i * width : (i + 1) * width]) for i in range(len(hashes))]
+        return whole.index(False) if False in whole else len(hashes)
+
+    def take_result(self, result: int) -> None:
+        if self.is_settled:
+            return
+        asked = min(self._piece, len(self._hashes) - self._num_leading)
+        self._num_leading += result
+        self._piece = min(self._piece * 8, MAX_EXISTS_PAGES)
+        if result < asked or self._num_leading == len(self._hashes):
+            self._settle(ExistsResult(self.op, self._num_leading, ok=True))
+
+    def stop(self, reason: ExistsReason) -> None:
+        if not self.is_settled:
+            self._settle(ExistsResult(self.op, self._num_leading, ok=False, reason=reason))
+            self.cancel_calls()
+            self.retire_if_quiet()
+
+    def _release(self) -> None:
+        """Nothing to tell: an exists uses no host slot."""
+
+
+class FetchOperation(_StorageOperation):
+    """Reads pages concurrently, reports the leading verified ones, ends at the first bad one."""
+
+    def __init__(self, message: Fetch, around: Surroundings, breaker: Breaker) -> None:
+        super().__init__(message, around, breaker)
+        self._slots = unpack_slots(message.slots)
+        self._next = 0
+        self._stop = len(self._hashes)  # pages from here on are of no use
+        self._early: dict[int, FetchOutcome] = {}  # answers beyond the leading pages
+        self._num_leading = 0
+        self._num_told = 0
+
+    def next_call(self) -> Coroutine[Any, Any, tuple[int, FetchOutcome]] | None:
+        if self._next >= self._stop:
+            return None
+        self._next += 1
+        return self._read(self._next - 1)
+
+    async def _read(self, page: int) -> tuple[int, FetchOutcome]:
+        items = self._around.pages.objects(self._namespace, self._hashes[page], self._slots[page])
+        outcomes = await self._around.storage.fetch(items)
+        bad = [outcome for outcome in outcomes if outcome is not FetchOutcome.OK]
+        if FetchOutcome.CORRUPT in bad:
+            return page, FetchOutcome.CORRUPT
+        return page, bad[0] if bad else FetchOutcome.OK
+
+    def take_result(self, result: tuple[int, FetchOutcome]) -> None:
+        page, outcome = result
+        if self.is_settled:
+            return
+        self._early[page] = outcome
+        if outcome is not FetchOutcome.OK:
+            self._stop = min(self._stop, page)
+        while self._early.get(self._num_leading) is FetchOutcome.OK:
+            del self._early[self._num_leading]
+            self._num_leading += 1
+        bad = self._early.get(self._num_leading)
+        if bad is FetchOutcome.CORRUPT:
+            self.stop("corrupt")
+        elif bad is FetchOutcome.MISSING:
+            self.stop("missing")
+        elif self._num_leading == len(self._hashes):
+            self.stop("complete")
+        elif self._num_leading == self._num_told + 1:
+            # One message for all pages that end in this turn of the loop.
+            asyncio.get_running_loop().call_soon(self._tell_progress)
+
+    def _tell_progress(self) -> None:
+        if not self.is_settled and self._num_leading > self._num_told:
+            self._num_told = self._num_leading
+            self._around.send(FetchProgress(self.op, self._num_leading))
+
+    def _pass_deadline(self) -> None:
+        if self.num_stalled and not self._num_leading:
+            self.fail(False, "nothing arrived before the deadline", reason="deadline")
+        else:
+            self.stop("deadline")
+
+    def stop(self, reason: FetchReason) -> None:
+        if not self.is_settled:
+            self._settle(FetchSettled(self.op, self._num_leading, reason))
+            self.cancel_calls()
+            self.retire_if_quiet()
+
+    def _release(self) -> None:
+        self._around.send(FetchReleased(self.op))
+
+
+class PersistOperation(_StorageOperation):
+    """Writes pages in order, several at a time. Bytes count as backlog until written or dropped."""
+
+    def __init__(
+        self,
+        message: Persist,
+        around: Surroundings,
+        breaker: Breaker,
+        num_admitted: int,
+    ) -> None:
+        super().__init__(message, around, breaker)
+        self._slots = unpack_slots(message.slots)
+        self._next = 0
+        self._stop = num_admitted
+        self._num_stored = 0
+        self._num_existing = 0
+        self._reason: PersistReason = "complete"
+        if num_admitted < len(self._hashes):
+            self._reason = "backlog"
+        self._settle_if_finished()
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that are queued or being written."""
+        return (0 if self.is_settled else self._stop - self._next) + len(self.calls)
+
+    def next_call(self) -> Coroutine[Any, Any, WriteOutcome] | None:
+        if self._next >= self._stop:
+            return None
+        self._next += 1
+        return self._write(self._next - 1)
+
+    async def _write(self, page: int) -> WriteOutcome:
+        items = self._around.pages.objects(self._namespace, self._hashes[page], self._slots[page])
+        outcomes = await self._around.storage.persist(items)
+        for outcome in (WriteOutcome.FULL, WriteOutcome.STORED):
+            if outcome in outcomes:
+                return outcome
+        return WriteOutcome.EXISTS
+
+    def take_result(self, result: WriteOutcome) -> None:
+        if self.is_settled:
+            return
+        if result is WriteOutcome.STORED:
+            self._num_stored += 1
+        elif result is WriteOutcome.EXISTS:
+            self._num_existing += 1
+        else:
+            self.stop("full")
+
+    def call_ended(self) -> None:
+        self._settle_if_finished()
+        super().call_ended()
+
+    def stop(self, reason: PersistReason) -> None:
+        """Drop what has not started; healthy writes still count unless time or will is out."""
+        if self.is_settled:
+            return
+        self._stop = self._next
+        if self._reason == "complete":
+            self._reason = reason
+        if reason in ("deadline", "cancelled"):
+            self._finish()
+            self.cancel_calls()
+        self._settle_if_finished()
+        self.retire_if_quiet()
+
+    def _settle_if_finished(self) -> None:
+        if not self.is_settled and self._next >= self._stop and not self.calls:
+            self._finish()
+
+    def _finish(self) -> None:
+        dropped = len(self._hashes) - self._num_stored - self._num_existing
+        done = PersistDone(self.op, self._num_stored, self._num_existing, dropped, self._reason)
+        self._settle(done)
+
+    def _release(self) -> None:
+        self._around.send(PersistReleased(self.op))

@@ -1,0 +1,96 @@
+"""The storage process of one worker: ``python -P -m vllm_hicache.storage_process --config-fd N``.
+
+It lives until its lifeline ends, then finishes queued persists within the grace time. A hung
+storage call never keeps it: it always leaves by ``os._exit``.
+"""
+
+import argparse
+import asyncio
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+import msgspec
+
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.storage_lifeline import leave
+from vllm_hicache.storage_operations import HostPages
+from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
+from vllm_hicache.storage_server import ServedStorage, StorageServer
+
+logger = logging.getLogger("vllm_hicache.storage_process")
+
+
+def main() -> NoReturn:
+    """Run the process that ``--config-fd`` describes; never returns."""
+    _ignore_signals()
+    parser = argparse.ArgumentParser(prog="hicache-storage")
+    parser.add_argument("--config-fd", type=int, required=True)
+    launch = _read_launch(parser.parse_args().config_fd)
+    _set_up_logging(launch.config.worker_id)
+    try:
+        listener = socket.socket(fileno=launch.listen_fd)
+        listener.setblocking(False)
+        asyncio.run(_serve(launch, listener, _open_storage(launch), _map_pool(launch)))
+    except ConfigError:
+        logger.exception("The storage process cannot run like this")
+        leave(EXIT_CONFIG)
+    except Exception:
+        logger.exception("The storage process failed")
+    leave(1)
+
+
+async def _serve(
+    launch: Launch, listener: socket.socket, storage: ServedStorage, pages: HostPages
+) -> NoReturn:
+    await StorageServer(launch, listener, storage, pages).run()
+
+
+def _ignore_signals() -> None:
+    # They are blocked since this process was born, so none could end it before.
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+
+
+def _read_launch(config_fd: int) -> Launch:
+    with open(config_fd, "rb") as file:
+        file.seek(0)
+        return msgspec.msgpack.decode(file.read(), type=Launch)
+
+
+def _set_up_logging(worker_id: int) -> None:
+    logging.raiseExceptions = False  # a closed stderr is no reason to stop
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"hicache-storage[worker {worker_id}] %(levelname)s %(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+
+
+def _open_storage(launch: Launch) -> ServedStorage:
+    from vllm_hicache.storage_backends.envelope import CheckedStorage
+    from vllm_hicache.storage_backends.registry import open_backend
+
+    storage = launch.config.storage
+    key = storage.integrity_key.encode() if storage.integrity_key else None
+    return CheckedStorage(open_backend(storage.url, storage), integrity_key=key)
+
+
+def _map_pool(launch: Launch) -> HostPages:
+    config = launch.config
+    needed = config.num_slots * config.slot_stride
+    size = os.fstat(launch.pool_fd).st_size
+    if size < needed:
+        raise ConfigError(f"the host pool must have {needed} bytes or more, got {size}")
+    pool = memoryview(mmap.mmap(launch.pool_fd, needed))
+    return HostPages(pool, config.slot_stride, config.num_slots, config.shards)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The worker's end of its storage process: starts it, replaces it when it dies, lets it go."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+
+from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.storage_address import StorageAddress, listen
+from vllm_hicache.storage_process_config import (
+    ENDINGS,
+    EXIT_CONFIG,
+    Launch,
+    StorageProcessConfig,
+)
+
+logger = logging.getLogger(__name__)
+
+MODULE = "vllm_hicache.storage_process"
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+# A process that lived this long was healthy: its successor starts at once.
+HEALTHY_LIFE_S = 30.0
+# Beyond the grace time: the process itself leaves one second after it.
+STOP_MARGIN_S = 2.0
+
+
+class StorageProcess:
+    """One worker's storage process and its successors, all behind the same address.
+
+    The descriptor ``pool_fd`` of the host pool is duplicated; it stays the caller's. Letting go of
+    this object, or dying, ends the process: it finishes its persists and leaves within the grace
+    time. With ``host``, it listens on TCP there instead of on this machine only.
+    """
+
+    def __init__(self, config: StorageProcessConfig, pool_fd: int, *, host: str = "") -> None:
+        self._config = config
+        self._host = host
+        self._pool_fd = os.dup(pool_fd)
+        self._lock = threading.Lock()  # a spawn and a stop exclude one another
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._incarnation = 0
+        self._listener: socket.socket | None = None
+        self._address: StorageAddress | None = None
+        self._lifeline: list[int] = []  # read end, write end
+        self._watcher: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Start the process and return its address at once; it may be connected to already."""
+        if self._address is not None:
+            raise InvariantBroken("a storage process is started once")
+        self._listener, self._address = listen(self._host)
+        self._lifeline = list(os.pipe())
+        self._spawn(self._listener, self._address)
+        self._watcher = threading.Thread(
+            target=self._watch,
+            args=(self._listener, self._address),
+            name="hicache-storage-watch",
+            daemon=True,
+        )
+        self._watcher.start()
+        return str(self._address)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present incarnation, 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def incarnation(self) -> int:
+        """1 for the first process, then one more for each successor."""
+        return self._incarnation
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Let the process finish its persists and leave; kill it when it takes longer.
+
+        By default it gets its grace time. 0 does not wait and does not kill: the process leaves by
+        itself within its grace time. May be called twice.
+        """
+        with self._lock:
+            if not self._stopping.is_set():
+                self._stopping.set()
+                self._close_lifeline()
+        if self._watcher is None:
+            self._close_descriptors()
+            return
+        if timeout_s == 0:
+            return
+        if timeout_s is None:
+            timeout_s = self._config.storage.shutdown_grace_s + STOP_MARGIN_S
+        self._watcher.join(timeout_s)
+        if self._watcher.is_alive() and self._process is not None:
+            logger.warning("Storage process %d stays beyond %.1f s: killed", self.pid, timeout_s)
+            self._process.kill()
+            self._watcher.join(STOP_MARGIN_S)
+
+    # The watcher's thread -------------------------------------------------------------------
+
+    def _watch(self, listener: socket.socket, address: StorageAddress) -> None:
+        backoff_s = 0.0
+        try:
+            while self._process is not None:
+                born = time.monotonic()
+                status = self._process.wait()
+                if self._stopping.is_set():
+                    return
+                if status == EXIT_CONFIG:
+                    logger.error("The storage process refused its configuration: storage is off")
+                    return
+                is_healthy = time.monotonic() - born >= HEALTHY_LIFE_S
+                backoff_s = FIRST_BACKOFF_S if is_healthy else _next_backoff(backoff_s)
+                logger.warning(
+                    "Storage process %d ended with status %d: next one in %.1f s",
+                    self.pid,
+                    status,
+                    backoff_s,
+                )
+                if self._stopping.wait(backoff_s):
+                    return
+                self._spawn(listener, address)
+        except Exception:
+            logger.exception("The storage process cannot be started: storage is off")
+        finally:
+            self._close_descriptors()
+
+    def _spawn(self, listener: socket.socket, address: StorageAddress) -> None:
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            self._incarnation += 1
+            launch = Launch(
+                config=self._config,
+                incarnation=self._incarnation,
+                parent_pid=os.getpid(),
+                token=address.token,
+                listen_fd=listener.fileno(),
+                pool_fd=self._pool_fd,
+                lifeline_fd=self._lifeline[0],
+            )
+            self._process = _start(launch)
+
+    def _close_lifeline(self) -> None:
+        if len(self._lifeline) == 2:
+            os.close(self._lifeline.pop())
+
+    def _close_descriptors(self) -> None:
+        """Close what successors would have inherited."""
+        inherited = [*self._lifeline, self._pool_fd]
+        self._lifeline, self._pool_fd = [], -1
+        for fd in inherited:
+            if fd >= 0:
+                os.close(fd)
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _next_backoff(backoff_s: float) -> float:
+    return min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
+
+
+def _start(launch: Launch) -> "subprocess.Popen[bytes]":
+    """Start a process with its own session; endings are blocked until it ignores them."""
+    config_fd = os.memfd_create("hicache-launch")
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        with open(config_fd, "wb", closefd=False) as file:
+            file.write(msgspec.msgpack.encode(launch))
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, "--config-fd", str(config_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(config_fd, launch.listen_fd, launch.pool_fd, launch.lifeline_fd),
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        os.close(config_fd)
