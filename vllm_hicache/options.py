@@ -1,0 +1,321 @@
+"""The one table of options: parsing, environment names, docs and ``describe`` derive from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from vllm_hicache import option_kinds as kinds
+from vllm_hicache.option_kinds import Kind
+from vllm_hicache.quantities import GIB, KIB
+
+ENV_PREFIX = "HICACHE_"
+STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option.
+
+    name      key; ``storage.x`` is key ``x`` of the table ``storage``
+    kind      how values are read and shown
+    default   parsed value when nothing is given
+    example   a value as written in YAML or JSON
+    doc       one line of meaning
+    needs     options without which it has no effect: ``name`` (set) or ``name=value``
+    nullable  null may be given and means the default
+    """
+
+    name: str
+    kind: Kind
+    default: object
+    example: object
+    doc: str
+    needs: tuple[str, ...] = ()
+    nullable: bool = False
+
+    @property
+    def env_name(self) -> str:
+        return ENV_PREFIX + self.name.replace(".", "_").upper()
+
+    @property
+    def field(self) -> str:
+        """Name of the attribute that holds the value; sizes carry their unit there."""
+        bare = self.name.rpartition(".")[2]
+        is_suffixed = self.kind.name != "size" or bare.endswith("_bytes")
+        return bare if is_suffixed else bare + "_bytes"
+
+
+_URL = ("storage.url",)
+_FILE = ("storage.url=file",)
+_TIMEOUT = ("storage.url", "prefetch_policy=timeout")
+
+_TABLE = (
+    Option(
+        "config_file",
+        kinds.absolute_path(),
+        None,
+        "/etc/hicache.yaml",
+        "YAML file with any of these keys; keys given elsewhere override it",
+        nullable=True,
+    ),
+    Option(
+        "host_memory",
+        kinds.memory(),
+        kinds.parse_host_memory(None),
+        "8GiB",
+        "host memory for the pool of each worker; unset, 0.8 of (available - 10 GiB) is shared "
+        "by the workers of the host",
+        nullable=True,
+    ),
+    Option(
+        "page_size",
+        kinds.whole(1, 1 << 20),
+        256,
+        256,
+        "tokens of a page, the unit of match and storage; it and vLLM's scheduler block size "
+        "must divide one another",
+    ),
+    Option(
+        "write_policy",
+        kinds.choice("write_through", planned=("write_through_selective", "write_back")),
+        "write_through",
+        "write_through",
+        "when pages are saved to host memory: all of them, as soon as they are computed",
+    ),
+    Option(
+        "eviction",
+        kinds.choice("lru", "lfu", "slru", "priority"),
+        "lru",
+        "slru",
+        "which page leaves a full host pool first",
+    ),
+    Option(
+        "load_mode",
+        kinds.choice("async"),
+        "async",
+        "async",
+        "how host pages return to the device: beside the steps of other requests",
+    ),
+    Option(
+        "sync_load_max_ms",
+        kinds.milliseconds(),
+        3.0,
+        3.0,
+        "a load predicted to be shorter runs before the step's forward; 0 turns that off",
+    ),
+    Option(
+        "defer_max_blocks",
+        kinds.whole(0),
+        2000,
+        2000,
+        "cached device blocks of all requests that may wait for a load or fetch; beyond it a "
+        "request takes what is there",
+    ),
+    Option(
+        "weights_id",
+        kinds.label(),
+        None,
+        "llama-3-8b-2024-07",
+        "name of the weights for stored pages, when they cannot be told from the model's files; "
+        "change it whenever the weights change",
+        _URL,
+        nullable=True,
+    ),
+    Option(
+        "fixed_weights",
+        kinds.flag(),
+        False,
+        True,
+        "the weights never change while the engine runs: resetting the cache keeps stored pages",
+        _URL,
+    ),
+    Option(
+        "storage_layer_partition",
+        kinds.whole(0, 1 << 16),
+        0,
+        30,
+        "layers of a stored object, equal for all engines that share it; 0 takes the pipeline "
+        "stage of this engine",
+        _URL,
+    ),
+    Option(
+        "storage_head_partition",
+        kinds.whole(0, 1 << 16),
+        0,
+        1,
+        "KV heads of a stored object, equal for all engines that share it; 0 splits for tensor "
+        "parallel size 8",
+        _URL,
+    ),
+    Option(
+        "min_object_bytes",
+        kinds.size(bare_min=1),
+        64 * KIB,
+        "64KiB",
+        "the engine refuses to start when a stored object would be smaller",
+        _URL,
+    ),
+    Option(
+        "prefetch_policy",
+        kinds.choice("timeout", "best_effort", "wait_complete"),
+        "timeout",
+        "best_effort",
+        "how long a waiting request is held for its fetch: up to a time, only until it could "
+        "run, or to the end",
+        _URL,
+    ),
+    Option(
+        "prefetch_timeout_base_s",
+        kinds.duration(0.0),
+        1.0,
+        "500ms",
+        "longest wait for a fetch, apart from its length",
+        _TIMEOUT,
+    ),
+    Option(
+        "prefetch_timeout_per_1k_tokens_s",
+        kinds.duration(0.0),
+        0.25,
+        0.25,
+        "what each 1024 tokens of a fetch add to the longest wait",
+        _TIMEOUT,
+    ),
+    Option(
+        "prefetch_min_tokens",
+        kinds.whole(0),
+        256,
+        256,
+        "a fetch of fewer tokens is not started",
+        _URL,
+    ),
+    Option(
+        "log_interval_s",
+        kinds.duration(0.1),
+        10.0,
+        10.0,
+        "time between two lines of activity in the log",
+    ),
+    Option(
+        "kv_events",
+        kinds.flag(),
+        None,
+        True,
+        "publish KV cache events of host and storage; unset, when vLLM publishes its own",
+        nullable=True,
+    ),
+    Option(
+        "storage.url",
+        kinds.storage_url(),
+        None,
+        "file:///var/cache/hicache",
+        "where pages are stored; its scheme names the backend",
+    ),
+    Option(
+        "storage.capacity",
+        kinds.size(),
+        None,
+        "500GB",
+        "bytes of all objects in the folder, over all engines that share it; unset, what the "
+        "file system holds less min_free",
+        _FILE,
+        nullable=True,
+    ),
+    Option(
+        "storage.min_free",
+        kinds.size(zero=True),
+        GIB,
+        "10GiB",
+        "bytes of the file system that are left free for others",
+        _FILE,
+    ),
+    Option(
+        "storage.read_concurrency",
+        kinds.whole(1, 1024),
+        16,
+        32,
+        "objects that one worker reads at the same time",
+        _URL,
+    ),
+    Option(
+        "storage.write_concurrency",
+        kinds.whole(1, 1024),
+        8,
+        4,
+        "objects that one worker writes at the same time",
+        _URL,
+    ),
+    Option(
+        "storage.operation_timeout_s",
+        kinds.duration(),
+        10.0,
+        10.0,
+        "longest time for a fetch or persist before it is given up",
+        _URL,
+    ),
+    Option(
+        "storage.connect_timeout_s",
+        kinds.duration(),
+        5.0,
+        "2s",
+        "longest time to open the backend or a connection to it",
+        _URL,
+    ),
+    Option(
+        "storage.exists_timeout_s",
+        kinds.duration(),
+        0.05,
+        "50ms",
+        "longest time to ask which pages are stored; later answers count as none",
+        _URL,
+    ),
+    Option(
+        "storage.write_backlog",
+        kinds.size(),
+        GIB,
+        "2GiB",
+        "bytes of one worker that may wait to be written; beyond it pages are not stored",
+        _URL,
+    ),
+    Option(
+        "storage.shutdown_grace_s",
+        kinds.duration(0.0),
+        5.0,
+        "5s",
+        "time to write what is queued after the engine has stopped",
+        _URL,
+    ),
+    Option(
+        "storage.integrity_key",
+        kinds.secret(),
+        None,
+        "any 16 or more characters",
+        "key of the checksums of stored objects: who lacks it cannot forge one; equal for all "
+        "engines that share the storage",
+        _URL,
+        nullable=True,
+    ),
+)
+
+OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _TABLE})
+TOP_OPTIONS = tuple(option for option in _TABLE if "." not in option.name)
+STORAGE_OPTIONS = tuple(option for option in _TABLE if "." in option.name)
+ENV_NAMES: Mapping[str, str] = MappingProxyType(
+    {ENV_PREFIX + STORAGE.upper(): STORAGE} | {option.env_name: option.name for option in _TABLE}
+)
+
+
+def unmet_need(option: Option, values: Mapping[str, object]) -> str | None:
+    """What the option needs and ``values`` (by option name) do not have; None when it applies."""
+    for need in option.needs:
+        name, _, wanted = need.partition("=")
+        value = values[name]
+        if value is None:
+            return f"{name} to be set"
+        if name == "storage.url":
+            value = urlsplit(str(value)).scheme
+        if wanted and value != wanted:
+            if name == "storage.url":
+                return f"a {wanted}:// URL in storage"
+            return f'{name} to be "{wanted}"'
+    return None
