@@ -1,0 +1,144 @@
+"""Where vLLM keeps the row of each (layer, block, head, token), as offsets and strides in bytes.
+
+All six layouts of vLLM and the CPU backend's transposed K come out as the same few numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_hicache.errors import ConfigError
+
+Packing = Literal["rows", "k_transposed", "opaque"]
+LAYOUT_NAMES = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""Axes from outer to inner: layer, block, head, token (N), content."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlacement:
+    """Same-shaped layers in a worker's KV buffer, in the terms of vLLM's KVCacheTensor (bytes).
+
+    ``layers[i]`` is the place, in the worker's page, of the i-th layer of the tensor.
+    """
+
+    layers: tuple[int, ...]
+    num_blocks: int
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What a block holds per head: K and V rows of ``k_bytes`` and ``v_bytes`` per token.
+
+    ``rows``          K then V of a token side by side
+    ``k_transposed``  all K of the block as (element, token), then all V as (token, element)
+    ``opaque``        unknown inside; only a whole block of one head has a meaning
+    """
+
+    num_heads: int
+    k_bytes: int
+    v_bytes: int
+    itemsize: int
+    packing: Packing = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Where one part of a row lies. Element e of token t, head h, block b of a layer starts at
+    ``base + b*block_stride + h*head_stride + t*token_stride + e*element_stride`` bytes into the
+    layer and goes to ``row_offset + e*element_bytes`` of the host row.
+    """
+
+    row_offset: int
+    num_elements: int
+    element_bytes: int
+    base: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    element_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayers:
+    """Same-shaped layers of one worker. Layer ``layers[i]`` of its page starts at
+    ``base_bytes + i*layer_stride`` bytes into the KV buffer.
+    """
+
+    layers: tuple[int, ...]
+    base_bytes: int
+    layer_stride: int
+    num_blocks: int
+    num_heads: int
+    block_size: int
+    row_bytes: int
+    whole_blocks: bool
+    parts: tuple[RowPart, ...]
+
+
+def device_layers(
+    placement: TensorPlacement, rows: RowFormat, *, layout_name: str, block_size: int
+) -> DeviceLayers:
+    """Resolve vLLM's layout name and placement into strides; ConfigError for what cannot be.
+
+    ``block_size`` is the scheduler's: a block that vLLM splits for its kernels keeps its bytes.
+    """
+    if layout_name not in LAYOUT_NAMES:
+        allowed = ", ".join(LAYOUT_NAMES)
+        raise ConfigError(f"KV cache layout {layout_name!r} is not known; allowed: {allowed}")
+    row_bytes = rows.k_bytes + rows.v_bytes
+    head_stride, token_stride = _inner_strides(placement, rows, layout_name, block_size)
+    common = (placement.block_stride, head_stride)
+    if rows.packing != "rows" and token_stride != row_bytes:
+        raise ConfigError(
+            f"packing {rows.packing} needs all tokens of a head side by side; "
+            f"layout {layout_name} separates them"
+        )
+    if rows.packing == "k_transposed":
+        parts = _transposed_parts(rows, block_size, common)
+    else:
+        parts = (RowPart(0, 1, row_bytes, 0, *common, token_stride, row_bytes),)
+    return DeviceLayers(
+        layers=placement.layers,
+        base_bytes=placement.offset,
+        layer_stride=placement.layer_stride,
+        num_blocks=placement.num_blocks,
+        num_heads=rows.num_heads,
+        block_size=block_size,
+        row_bytes=row_bytes,
+        whole_blocks=rows.packing == "opaque",
+        parts=parts,
+    )
+
+
+def _inner_strides(
+    placement: TensorPlacement, rows: RowFormat, layout_name: str, block_size: int
+) -> tuple[int, int]:
+    """Head and token stride: from the innermost axis outwards, layer and block being given."""
+    extents = {
+        "L": len(placement.layers),
+        "B": placement.num_blocks,
+        "H": rows.num_heads,
+        "N": block_size,
+        "C": rows.k_bytes + rows.v_bytes,
+    }
+    strides = {"L": placement.layer_stride, "B": placement.block_stride}
+    dense = 1
+    for axis in reversed(layout_name):
+        dense = strides.setdefault(axis, dense) * extents[axis]
+    return strides["H"], strides["N"]
+
+
+def _transposed_parts(
+    rows: RowFormat, block_size: int, common: tuple[int, int]
+) -> tuple[RowPart, RowPart]:
+    if rows.k_bytes != rows.v_bytes or rows.k_bytes % rows.itemsize:
+        raise ConfigError(
+            f"packing k_transposed needs K and V rows of one size in whole elements of "
+            f"{rows.itemsize} bytes, got {rows.k_bytes} and {rows.v_bytes} bytes"
+        )
+    elements, item, v_base = rows.k_bytes // rows.itemsize, rows.itemsize, block_size * rows.k_bytes
+    keys = RowPart(0, elements, item, 0, *common, item, block_size * item)
+    values = RowPart(rows.k_bytes, 1, rows.v_bytes, v_base, *common, rows.v_bytes, rows.v_bytes)
+    return keys, values

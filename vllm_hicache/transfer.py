@@ -1,0 +1,231 @@
+"""Runs numbered device copies in order, one thread per direction, and publishes each completion.
+
+An operation is published when its bytes are in place; nobody waits here unless it asks to.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.host_pool import HostPool
+from vllm_hicache.plan import Direction
+
+logger = logging.getLogger(__name__)
+
+
+Publish = Callable[[Direction, int, bool], None]
+
+
+class Copier(Protocol):
+    """Copies listed granules; on a CUDA device it only enqueues, on the current stream."""
+
+    def save(self, copy_list: np.ndarray, host: torch.Tensor) -> None:
+        """Copy from device blocks to host slots."""
+
+    def load(self, copy_list: np.ndarray, host: torch.Tensor) -> None:
+        """Copy from host slots to device blocks."""
+
+
+class CopyEngine:
+    """Copies between device blocks and host slots, in order within each direction.
+
+    ``publish(direction, op_id, ok)`` is called in that order, from the direction's thread, once
+    nothing touches the operation's blocks and slots any more; a failed copy is published with
+    ``ok`` False in its place. It must be quick, must not raise and must not call the engine.
+    """
+
+    def __init__(
+        self, copier: Copier, pool: HostPool, *, publish: Publish, device: torch.device
+    ) -> None:
+        self._device = device
+        self._lanes = {
+            direction: _Lane(
+                partial(copy, host=pool.tensor), partial(publish, direction), device, direction
+            )
+            for direction, copy in ((Direction.SAVE, copier.save), (Direction.LOAD, copier.load))
+        }
+        if device.type == "cpu":
+            # The lanes run torch on one core each, and torch takes the last setting of any thread
+            # as the default of new threads. This gives new threads the caller's setting again.
+            torch.set_num_threads(torch.get_num_threads())
+
+    def fence(self) -> torch.cuda.Event | None:
+        """Mark the work enqueued so far on the current stream; None on a CPU, where it is done."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def submit(
+        self,
+        direction: Direction,
+        op_id: int,
+        copy_list: np.ndarray,
+        fence: torch.cuda.Event | None = None,
+    ) -> None:
+        """Enqueue a copy that starts after ``fence``; never blocks. An empty list is published too.
+
+        copy_list  [n, 4] int32 (host slot, granule in page, block id, granule in block), now ours
+        op_id      ascends within a direction, gaps allowed
+        """
+        self._lanes[direction].submit(_Operation(op_id, copy_list, fence))
+
+    def wait(self, direction: Direction, op_id: int, timeout_s: float) -> bool:
+        """Wait until all submitted operations up to ``op_id`` are published; False: not in time."""
+        return self._lanes[direction].wait(op_id, timeout_s)
+
+    def make_current_stream_wait(self, op_id: int, timeout_s: float) -> bool:
+        """Order what the caller enqueues next after the load ``op_id``; False: not in time.
+
+        Waits only until the load is enqueued on the device; on a CPU until it is done. A failed
+        load counts as done: it is published as failed.
+        """
+        return self._lanes[Direction.LOAD].make_current_stream_wait(op_id, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what was submitted within the time, drop the rest; nothing is published later.
+
+        False when a copy still runs: its blocks and the pool must stay mapped.
+        """
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
+            lane.stop()
+        is_idle = [lane.join(deadline) for lane in self._lanes.values()]
+        return all(is_idle)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    op_id: int
+    copy_list: np.ndarray
+    fence: torch.cuda.Event | None
+
+
+class _Lane:
+    """One direction: a queue, a thread and, on a CUDA device, a stream."""
+
+    def __init__(
+        self,
+        copy: Callable[[np.ndarray], None],
+        publish: Callable[[int, bool], None],
+        device: torch.device,
+        direction: Direction,
+    ) -> None:
+        self._copy = copy
+        self._publish = publish
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._changed = threading.Condition()  # guards what follows
+        self._outstanding: deque[int] = deque()  # ids, the running one first
+        self._enqueued: torch.cuda.Event | None = None  # end of the running one, on the device
+        self._last_id = -1
+        self._is_stopped = False
+        self._is_abandoned = False
+        self._thread = threading.Thread(
+            target=self._serve, name=f"hicache-{direction.value}", daemon=True
+        )
+        self._is_ready = threading.Event()
+        self._thread.start()
+        self._is_ready.wait()
+
+    def submit(self, operation: _Operation) -> None:
+        with self._changed:
+            if self._is_stopped:
+                raise InvariantBroken(f"copy {operation.op_id} was submitted after close")
+            if operation.op_id <= self._last_id:
+                raise InvariantBroken(f"copy {operation.op_id} came after copy {self._last_id}")
+            self._last_id = operation.op_id
+            self._outstanding.append(operation.op_id)
+            self._queue.put(operation)
+
+    def wait(self, op_id: int, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(partial(self._is_done, op_id), timeout_s)
+
+    def make_current_stream_wait(self, op_id: int, timeout_s: float) -> bool:
+        with self._changed:
+            if not self._changed.wait_for(partial(self._is_enqueued, op_id), timeout_s):
+                return False
+            event = None if self._is_done(op_id) else self._enqueued
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return True
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._queue.put(None)
+
+    def join(self, deadline: float) -> bool:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._is_abandoned = self._thread.is_alive()
+            return not self._is_abandoned
+
+    def _is_done(self, op_id: int) -> bool:
+        return not self._outstanding or self._outstanding[0] > op_id
+
+    def _is_enqueued(self, op_id: int) -> bool:
+        is_running = self._enqueued is not None and self._outstanding[0] == op_id
+        return is_running or self._is_done(op_id)
+
+    def _serve(self) -> None:
+        if self._stream is None:
+            # One core a lane: a team of threads would fight with the forward's for every core.
+            torch.set_num_threads(1)
+        self._is_ready.set()
+        while (operation := self._queue.get()) is not None:
+            ok = not self._is_abandoned and self._attempt(operation)
+            with self._changed:
+                if not self._is_abandoned:
+                    self._publish(operation.op_id, ok)
+                self._enqueued = None
+                self._outstanding.popleft()
+                self._changed.notify_all()
+
+    def _attempt(self, operation: _Operation) -> bool:
+        """Copy and wait for the end. After False, too, nothing of the operation still runs."""
+        try:
+            if self._stream is None:
+                self._copy(operation.copy_list)
+            else:
+                self._copy_on_stream(operation, self._stream)
+        except Exception:
+            num_granules = len(operation.copy_list)
+            logger.exception("Copy %d of %d granules failed", operation.op_id, num_granules)
+            self._settle()
+            return False
+        return True
+
+    def _copy_on_stream(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            if operation.fence is not None:
+                stream.wait_event(operation.fence)
+            self._copy(operation.copy_list)
+            end = torch.cuda.Event(blocking=True)  # sleeps instead of spinning on a core
+            end.record(stream)
+        with self._changed:
+            self._enqueued = end
+            self._changed.notify_all()
+        end.synchronize()
+
+    def _settle(self) -> None:
+        """Wait for what a failed copy may have left running on any stream of the device."""
+        if self._stream is None:
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except Exception:
+            logger.exception("The device does not answer after a failed copy")
