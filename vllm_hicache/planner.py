@@ -118,12 +118,15 @@ class Planner:
         self._deferred_blocks = 0
         self._was_busy = False
         self._copy_seconds = 0.0
+        self._bytes_per_page = sum(options.page_bytes)
         metrics.gauge("host_slots_total", options.num_host_slots)
 
     # A request's life --------------------------------------------------------------------------
 
     def add_request(self, state: RequestState, now: float) -> None:
         """Arrival: start looking in storage for what host lacks."""
+        self.metrics.count("lookups")
+        self.metrics.count("lookup_tokens", state.tokens.num_tokens)
         if state.may_load and self.prefetcher is not None:
             # A last page that is the prompt's end still serves all but its last block.
             page_size = self.options.page_size
@@ -179,6 +182,7 @@ class Planner:
             return
         state.is_admitted = True
         request_id = state.request_id
+        self.metrics.count("local_tokens", state.num_local_tokens)
         in_load = state.load.num_tokens if state.load is not None else 0
         withheld = state.num_found_tokens - in_load
         if withheld > 0:
@@ -258,6 +262,7 @@ class Planner:
         published: list[HostPage] = []
         for outcome in self.join.consume(Direction.SAVE):
             pages = self.saves.settle(outcome, now)
+            self.metrics.count("saved_bytes", len(pages) * self._bytes_per_page)
             if pages and self.persists is not None:
                 self.persists.start(pages, self.namespace)
             published += pages
@@ -269,11 +274,12 @@ class Planner:
 
     def _settle_load(self, outcome: Outcome, now: float) -> RunningLoad:
         load = self.loads.settle(outcome, now)
-        num_bytes = load.num_tokens * max(self.options.page_bytes) // self.options.page_size
-        mode = "async" if load.is_async else "sync"
+        page_size, mode = self.options.page_size, "async" if load.is_async else "sync"
+        num_bytes = load.num_tokens * self._bytes_per_page // page_size
         self.metrics.count("loaded_bytes", num_bytes, mode)
         busy = self.join.busy_seconds(Direction.LOAD)
-        self.costs.copied(num_bytes, busy - self._copy_seconds)
+        slowest_bytes = load.num_tokens * max(self.options.page_bytes) // page_size
+        self.costs.copied(slowest_bytes, busy - self._copy_seconds)
         self._copy_seconds = busy
         state = load.state
         if not outcome.is_ok:
@@ -345,6 +351,16 @@ class Planner:
             gauge("operations_running", self.prefetcher.num_querying, "exists")
             gauge("operations_running", self.prefetcher.num_reading, "fetch")
             gauge("operations_running", self.persists.num_running, "persist")
+
+    def take_fetched(self) -> list[HostPage]:
+        """Pages from storage that became visible since the last call."""
+        pages = self.prefetcher.take_published() if self.prefetcher is not None else []
+        self.metrics.count("fetched_bytes", len(pages) * self._bytes_per_page)
+        return pages
+
+    def take_persisted(self) -> list[HostPage]:
+        """Pages that storage holds since the last call."""
+        return self.persists.take_stored() if self.persists is not None else []
 
     # Pure questions ----------------------------------------------------------------------------
 

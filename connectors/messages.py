@@ -1,0 +1,51 @@
+"""What travels inside vLLM's own messages between scheduler and workers."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_hicache.plan import StepPlan
+from vllm_hicache.progress import WorkerProgress
+
+
+@dataclass(frozen=True)
+class PlanMetadata(KVConnectorMetadata):
+    """Scheduler -> workers, once per step."""
+
+    plan: StepPlan
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """Workers -> scheduler: counters since the start, by worker; the newest one says it all."""
+
+    progress: dict[int, WorkerProgress] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
+        if not isinstance(other, ReportMetadata):
+            raise TypeError(f"expected a ReportMetadata, got {type(other).__name__}")
+        return ReportMetadata({**self.progress, **other.progress})
+
+
+@dataclass(frozen=True)
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """Worker -> scheduler, once, after its KV cache is registered."""
+
+    worker_id: int
+    num_slots: int
+    page_size: int
+    page_bytes: int
+    layout_digest: int
+    token_packing: str
+    k_row_bytes: int
+    v_row_bytes: int
+    total_kv_heads: int
+    heads_per_group: int
+    layer_partition: int
+    storage_address: str | None
+    board_path: str
+    board_token: int

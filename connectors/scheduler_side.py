@@ -1,0 +1,384 @@
+"""Hooks of the scheduler process: vLLM's requests and steps -> planner, outcomes -> vLLM."""
+
+import logging
+import time
+from collections import deque
+from secrets import token_hex
+from typing import TYPE_CHECKING
+
+from vllm_hicache.activity import ActivityLine
+from vllm_hicache.connectors import vllm_view
+from vllm_hicache.connectors.device_blocks import PoolReferences, drain_before_reset
+from vllm_hicache.connectors.events import PageEvents
+from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello
+from vllm_hicache.connectors.request_view import RequestTokens
+from vllm_hicache.connectors.stats import HiCacheStats
+from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.planner import Planner, PlannerOptions, Settled
+from vllm_hicache.prefetch import FetchPolicy
+from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.progress_board import BoardReader
+from vllm_hicache.request_state import RequestState
+from vllm_hicache.series import HOST, STORAGE
+from vllm_hicache.storage_channel import StorageChannels
+from vllm_hicache.storage_link import StorageLink
+from vllm_hicache.storage_messages import Drain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from vllm_hicache.config import HiCacheConfig
+
+logger = logging.getLogger(__name__)
+
+RESET_DRAIN_S = 0.1
+"""A reset waits this long for copies that hold device blocks."""
+SHUTDOWN_COPY_S = 1.0
+POLL_S = 0.0005
+PERSIST_TIMEOUT_FACTOR = 3
+"""A persist may wait in line; its pages stay pinned for at most this many operation timeouts."""
+
+
+class SchedulerSide:
+    """One engine's brain inside vLLM. All hooks run on the scheduler's thread."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "HiCacheConfig"
+    ) -> None:
+        spec = vllm_view.full_attention_spec(kv_cache_config)
+        self._vllm_config = vllm_config
+        self._config = config
+        self._block_size: int = spec.block_size
+        self._world_size: int = vllm_config.parallel_config.world_size
+        self._shares_device_pages = bool(vllm_config.cache_config.enable_prefix_caching)
+        # Tokens that drafts or asynchronous scheduling count before they are certain.
+        self._counts_ahead = vllm_config.speculative_config is not None
+        self._blocks = PoolReferences()
+        self._requests: dict[str, RequestState] = {}
+        self._boards: dict[int, BoardReader] = {}
+        self._channels: StorageChannels | None = None
+        self._planner: Planner | None = None
+        self._loaded: list[str] = []
+        self._step_starts: deque[tuple[float, int]] = deque()
+        self._storage_tokens: dict[str, tuple[int, int]] = {}
+        self.metrics = Metrics()
+        self._activity = ActivityLine(
+            self.metrics, interval_s=config.log_interval_s, clock=time.monotonic
+        )
+        self._events = self._page_events(vllm_config, config)
+        self._identity = vllm_view.weights_identity(vllm_config, config)
+        self._epoch = "" if self._identity else token_hex(8)
+        logger.info("HiCache configuration: %s", config.describe())
+        if config.storage is not None and self._identity is None:
+            logger.warning(
+                "HiCache: the weights cannot be identified, so stored pages are not found again "
+                "after a restart; set weights_id to say what they are"
+            )
+
+    def _page_events(self, vllm_config: "VllmConfig", config: "HiCacheConfig") -> PageEvents | None:
+        published = vllm_config.kv_events_config
+        wanted = published is not None and published.enable_kv_cache_events
+        if config.kv_events is False or not wanted:
+            return None
+        return PageEvents(block_size=self._block_size, page_size=config.page_size)
+
+    @property
+    def planner(self) -> Planner:
+        if self._planner is None:
+            raise InvariantBroken("vLLM called a scheduler hook before the workers said hello")
+        return self._planner
+
+    # Start ---------------------------------------------------------------------------------------
+
+    def bind_manager(self, manager: "KVCacheManager") -> None:
+        self._blocks.pool = manager.block_pool
+        drain_before_reset(manager, self._drain_copies)
+
+    def greet(self, hellos: list[WorkerHello]) -> None:
+        """All workers have registered their caches: open boards and channels, start planning."""
+        hellos = sorted(hellos, key=lambda hello: hello.worker_id)
+        if [hello.worker_id for hello in hellos] != list(range(self._world_size)):
+            raise ConfigError(
+                f"expected {self._world_size} workers, heard of "
+                f"{[hello.worker_id for hello in hellos]}"
+            )
+        for hello in hellos:
+            board = BoardReader.open(hello.board_path, hello.board_token)
+            if board is not None:
+                self._boards[hello.worker_id] = board
+        link = self._open_storage(hellos)
+        self._first = hellos[0]
+        self._planner = Planner(
+            self._planner_options(hellos),
+            self._blocks,
+            self.metrics,
+            link=link,
+            namespace=self._namespace(),
+            on_evict=self._evicted,
+        )
+        logger.info(
+            "HiCache: %d workers, %d host slots of %d tokens (%.1f tokens in thousands), storage "
+            "%s, namespace %s",
+            self._world_size,
+            hellos[0].num_slots,
+            self._config.page_size,
+            hellos[0].num_slots * self._config.page_size / 1000,
+            "on" if link is not None else "off",
+            self._planner.namespace,
+        )
+
+    def _open_storage(self, hellos: list[WorkerHello]) -> StorageLink | None:
+        addresses = [hello.storage_address for hello in hellos if hello.storage_address]
+        if not addresses:
+            return None
+        if len(addresses) != self._world_size:
+            raise ConfigError("storage is configured on some workers only")
+        self._channels = StorageChannels(addresses)
+        return StorageLink(self._channels, self._world_size)
+
+    def _planner_options(self, hellos: list[WorkerHello]) -> PlannerOptions:
+        config = self._config
+        storage = config.storage
+        operation_s = storage.operation_timeout_s if storage is not None else 0.0
+        return PlannerOptions(
+            page_size=config.page_size,
+            block_size=self._block_size,
+            num_host_slots=hellos[0].num_slots,
+            page_bytes=tuple(hello.page_bytes for hello in hellos),
+            eviction=config.eviction,
+            fetch=FetchPolicy(
+                kind=config.prefetch_policy,
+                base_s=config.prefetch_timeout_base_s,
+                per_1k_tokens_s=config.prefetch_timeout_per_1k_tokens_s,
+                min_tokens=config.prefetch_min_tokens,
+                exists_timeout_s=storage.exists_timeout_s if storage is not None else 0.0,
+                read_timeout_s=operation_s,
+            ),
+            persist_timeout_s=operation_s * PERSIST_TIMEOUT_FACTOR,
+            sync_load_max_s=config.sync_load_max_ms / 1000,
+            defer_max_blocks=config.defer_max_blocks,
+            shares_device_pages=self._shares_device_pages,
+        )
+
+    def _namespace(self) -> str:
+        return vllm_view.build_namespace(
+            self._vllm_config, self._first, self._identity or "", self._epoch
+        ).digest
+
+    # A request's life ----------------------------------------------------------------------------
+
+    def on_new_request(self, request: "Request") -> None:
+        make_note = self._events.blocks_of_page if self._events is not None else None
+        tokens = RequestTokens(request, self._config.page_size, make_note)
+        skips = bool(request.skip_reading_prefix_cache)
+        state = RequestState(tokens, may_load=not skips, why_not="skip_reading" if skips else "")
+        self._requests[request.request_id] = state
+        self._settle_storage()
+        self.planner.add_request(state, time.monotonic())
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return 0, False
+        self._settle_storage()
+        answer = self.planner.match(state, num_computed_tokens, time.monotonic())
+        return answer.num_tokens, answer.is_async
+
+    def update_state_after_alloc(
+        self, request: "Request", block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        if num_external_tokens == 0:
+            self.planner.admit(state)
+            return
+        load = self.planner.begin_load(state, num_external_tokens, block_ids, time.monotonic())
+        self._storage_tokens[request.request_id] = (load.num_tokens, load.num_storage_tokens)
+
+    def hit_sources(self, request_id: str, num_external_tokens: int) -> tuple[int, int]:
+        """(host, storage) tokens of the load that was just planned."""
+        num_tokens, num_storage = self._storage_tokens.pop(request_id, (0, 0))
+        num_storage = min(num_storage, num_external_tokens) if num_tokens else 0
+        return num_external_tokens - num_storage, num_storage
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> None:
+        """Save what the last step computed. Never asks vLLM to keep the blocks: we hold them."""
+        state = self._requests.pop(request.request_id, None)
+        self._storage_tokens.pop(request.request_id, None)
+        if state is None:
+            return
+        if state.load is None and block_ids:
+            state.block_ids = block_ids
+            certain = min(request.num_computed_tokens, request.num_tokens - 1)
+            self.planner.collect_saves(state, certain, time.monotonic())
+        self.planner.finish(state)
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: "SchedulerOutput") -> PlanMetadata:
+        planner, now = self.planner, time.monotonic()
+        self._settle_storage()
+        for request_id in output.preempted_req_ids or ():
+            state = self._requests.get(request_id)
+            if state is not None:
+                planner.preempt(state)
+        self._follow_blocks(output)
+        self._collect_saves(output, now)
+        scheduled = output.total_num_scheduled_tokens
+        self._step_starts.append((now, scheduled))
+        plan = planner.plan_step(is_busy=scheduled > 0)
+        self._activity.poll()
+        return PlanMetadata(plan)
+
+    def _follow_blocks(self, output: "SchedulerOutput") -> None:
+        """Keep each request's block table: whole at admission, then what each step appends."""
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is not None:
+                state.block_ids = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is None:
+                continue
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = list(block_ids[0])
+            else:
+                state.block_ids.extend(block_ids[0])
+
+    def _collect_saves(self, output: "SchedulerOutput", now: float) -> None:
+        page_size = self._config.page_size
+        requests, planner = self._requests, self.planner
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            request = state.tokens.request  # type: ignore[attr-defined]
+            # Tokens that this step's forward has computed for certain: known ids only, without
+            # those that wait for a sampled token, and one step late where drafts may be rejected.
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            if not self._counts_ahead:
+                computed += num_scheduled
+            certain = min(computed, request.num_tokens)
+            if certain >= (state.num_saved_pages + 1) * page_size:
+                planner.collect_saves(state, certain, now)
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        now = time.monotonic()
+        if self._step_starts:
+            started, num_tokens = self._step_starts.popleft()
+            self.planner.costs.prefilled(num_tokens, now - started)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, ReportMetadata):
+            for worker_id, progress in report.progress.items():
+                self.planner.join.update(worker_id, progress)
+        self._settle_copies()
+        self._settle_storage()
+        if self._loaded:
+            loaded, self._loaded = self._loaded, []
+            output.finished_recving = (output.finished_recving or set()) | set(loaded)
+
+    @property
+    def has_pending_push_work(self) -> bool:
+        """Steps go on while copies hold device blocks; they end in milliseconds."""
+        return self._planner is not None and self._planner.holds_device_blocks
+
+    def _settle_copies(self) -> None:
+        for worker_id, board in self._boards.items():
+            self.planner.join.update(worker_id, board.read())
+        self._apply(self.planner.settle_copies(time.monotonic()))
+
+    def _apply(self, settled: Settled) -> None:
+        # A request whose load failed is reported by the workers, in the step whose plan says so.
+        self._loaded += [load.state.request_id for load in settled.loaded if load.is_async]
+        self._tell(settled.published, HOST)
+
+    def _settle_storage(self) -> None:
+        self.planner.settle_storage(time.monotonic())
+        if self._channels is not None:
+            self._tell(self.planner.take_fetched(), HOST)
+            self._tell(self.planner.take_persisted(), STORAGE)
+
+    # Whole cache ---------------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Drop host pages and running fetches. Unless the weights are fixed, storage is used
+        under a new epoch: this is vLLM's only sign that weights may have changed."""
+        if not self._config.fixed_weights:
+            self._epoch = token_hex(8)
+        self.planner.reset(self._namespace())
+        if self._events is not None:
+            self._events.clear(HOST)
+            if not self._config.fixed_weights:
+                self._events.clear(STORAGE)
+        logger.info("HiCache: cache reset, namespace %s", self.planner.namespace)
+        return True
+
+    def _drain_copies(self, timeout_s: float = RESET_DRAIN_S) -> None:
+        """Wait for copies that hold device blocks; those that no worker knows of are dropped."""
+        if self._planner is None:
+            return
+        self._planner.saves.cancel_planned()
+        deadline = time.monotonic() + timeout_s
+        while self._planner.saves.num_running:
+            self._settle_copies()
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)
+
+    def shutdown(self) -> None:
+        """Publish finished copies, persist what is in host, within the grace time."""
+        if self._planner is None:
+            return
+        self._drain_copies(SHUTDOWN_COPY_S)
+        self._settle_storage()
+        if self._channels is not None and self._config.storage is not None:
+            grace_s = self._config.storage.shutdown_grace_s
+            deadline = time.monotonic() + grace_s
+            for worker_id in range(self._world_size):
+                self._channels.send(worker_id, Drain(grace_s))
+            persists = self._planner.persists
+            while persists is not None and persists.num_running and time.monotonic() < deadline:
+                time.sleep(POLL_S * 10)
+                self._settle_storage()
+            self._channels.close()
+        for board in self._boards.values():
+            board.close()
+        self._boards.clear()
+        self._planner = None
+
+    # Seeing it -----------------------------------------------------------------------------------
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self._events.take() if self._events is not None else ()
+
+    def take_stats(self) -> HiCacheStats | None:
+        if self._planner is not None:
+            self._planner.update_gauges()
+        return HiCacheStats.take(self.metrics)
+
+    def _tell(self, pages: "Iterable[HostPage]", tier: str) -> None:
+        if self._events is None:
+            return
+        for page in pages:
+            if page.note is not None:
+                self._events.stored(page.page_hash, tier, page.note)  # type: ignore[arg-type]
+
+    def _evicted(self, page: HostPage) -> None:
+        self.metrics.count("evicted_tokens", self._config.page_size)
+        if self._events is not None:
+            self._events.removed(page.page_hash, HOST)

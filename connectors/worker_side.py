@@ -1,0 +1,254 @@
+"""Hooks of a worker process: allocates the host pool, runs plans, tells progress."""
+
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
+
+from vllm_hicache.connectors import agreement, vllm_view
+from vllm_hicache.connectors.messages import ReportMetadata, WorkerHello
+from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.host_memory import resolve_host_bytes, tightest_memory_limit
+from vllm_hicache.host_pool import HostPool
+from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.plan import CopyOp, Direction, StepPlan
+from vllm_hicache.progress_board import ProgressBoard
+from vllm_hicache.storage_process_config import StorageProcessConfig
+from vllm_hicache.storage_supervisor import StorageProcess
+from vllm_hicache.transfer import CopyEngine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_hicache.config import HiCacheConfig
+    from vllm_hicache.connectors.vllm_view import KVFormat
+    from vllm_hicache.layout import PageLayout
+
+logger = logging.getLogger(__name__)
+
+SYNC_LOAD_TIMEOUT_S = 30.0
+"""A synchronous load is chosen for milliseconds of copying; after this long something is broken
+and the forward must not read the blocks."""
+CLOSE_TIMEOUT_S = 2.0
+
+
+class WorkerSide:
+    """One worker's hands. Decides nothing: it runs numbered plans and reports counters."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "HiCacheConfig"
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self.worker_id: int = vllm_config.parallel_config.rank
+        self.hello: WorkerHello | None = None
+        self.engine: CopyEngine | None = None
+        self.pool: HostPool | None = None
+        self._board: ProgressBoard | None = None
+        self._storage: StorageProcess | None = None
+        self._plan: StepPlan | None = None
+        self._last_plan = 0
+        self._pending_saves: tuple[CopyOp, ...] = ()
+        self._submitted = dict.fromkeys(Direction, 0)
+        self._last_end = dict.fromkeys(Direction, 0.0)
+        self._submit_times: dict[tuple[Direction, int], float] = {}
+        self._reported: object = None
+        self._failed_sync_blocks: set[int] = set()
+        self._failed_loads: set[int] = set()
+
+    # Start ---------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Agree with all workers on the number of host slots, then allocate and start storage."""
+        buffer = vllm_view.kv_buffer(kv_caches, self._kv_cache_config)
+        num_slots, digest, layout, kv = self._agree(buffer)
+        layers = vllm_view.worker_device_layers(self._kv_cache_config, layout, kv)
+        started = time.monotonic()
+        self.pool = HostPool(num_slots, layout.slot_stride, name=f"hicache-{self.worker_id}")
+        pinned = self.pool.pin() if buffer.device.type == "cuda" else False
+        logger.info(
+            "HiCache worker %d: %d host slots of %d tokens, %.2f GiB%s in %.1f s",
+            self.worker_id,
+            num_slots,
+            layout.page_size,
+            self.pool.num_bytes / 2**30,
+            ", pinned" if pinned else "",
+            time.monotonic() - started,
+        )
+        copier = PageCopier(buffer, layers, layout, kv.block_size)
+        self._board = ProgressBoard()
+        self.engine = CopyEngine(copier, self.pool, publish=self._publish, device=buffer.device)
+        self.hello = WorkerHello(
+            worker_id=self.worker_id,
+            num_slots=num_slots,
+            page_size=layout.page_size,
+            page_bytes=layout.page_bytes,
+            layout_digest=digest,
+            token_packing=kv.packing_id,
+            k_row_bytes=kv.k_bytes,
+            v_row_bytes=kv.v_bytes,
+            total_kv_heads=layout.total_kv_heads,
+            heads_per_group=layout.heads_per_group,
+            layer_partition=layout.layer_partition,
+            storage_address=self._start_storage(layout, num_slots),
+            board_path=self._board.path,
+            board_token=self._board.token,
+        )
+
+    def _agree(self, buffer: torch.Tensor) -> "tuple[int, int, PageLayout, KVFormat]":
+        parallel = self._vllm_config.parallel_config
+        replica = parallel.data_parallel_index
+        group = get_world_group().cpu_group if parallel.world_size > 1 else None
+        try:
+            layout, kv = vllm_view.worker_page(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._config,
+                get_tensor_model_parallel_rank(),
+            )
+            num_slots = self._affordable_slots(layout, buffer.numel())
+            digest = agreement.layout_digest(layout, kv.packing_id, kv.k_bytes, kv.v_bytes)
+        except ConfigError:
+            # The others must hear of it, or they would wait for this worker.
+            agreement.gather_facts(agreement.WorkerFacts.refused(replica, self.worker_id), group)
+            raise
+        facts = agreement.WorkerFacts(replica, self.worker_id, num_slots, digest, layout.page_bytes)
+        everyone = agreement.gather_facts(facts, group)
+        return agreement.agree_on_slots(everyone, parallel.world_size), digest, layout, kv
+
+    def _affordable_slots(self, layout: "PageLayout", device_pool_bytes: int) -> int:
+        limit = tightest_memory_limit()
+        parallel = self._vllm_config.parallel_config
+        num_bytes = resolve_host_bytes(
+            self._config.host_memory,
+            device_pool_bytes=device_pool_bytes,
+            workers_on_host=parallel.local_world_size * parallel.data_parallel_size_local,
+            available=limit.available_bytes,
+            limited_by=limit.source,
+        )
+        num_slots = num_bytes // layout.slot_stride
+        if num_slots < 1:
+            raise ConfigError(
+                f"host_memory gives {num_bytes} bytes per worker, less than one page of "
+                f"{layout.slot_stride} bytes; raise host_memory or lower page_size"
+            )
+        return num_slots
+
+    def _start_storage(self, layout: "PageLayout", num_slots: int) -> str | None:
+        if self._config.storage is None or self.pool is None:
+            return None
+        parallel = self._vllm_config.parallel_config
+        host = _own_address(parallel.master_addr) if parallel.nnodes > 1 else ""
+        self._storage = StorageProcess(
+            StorageProcessConfig(
+                worker_id=self.worker_id,
+                num_slots=num_slots,
+                slot_stride=layout.slot_stride,
+                shards=layout.shards,
+                storage=self._config.storage,
+            ),
+            self.pool.fd,
+            host=host,
+        )
+        return self._storage.start()
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def bind(self, plan: StepPlan) -> None:
+        """Take this step's plan. Loads start here, behind everything enqueued before this step."""
+        self._flush_saves()  # of a step whose wait_for_save never came
+        if plan.number <= self._last_plan:
+            logger.warning("HiCache plan %d was executed before; ignored", plan.number)
+            return
+        if self._last_plan and plan.number != self._last_plan + 1:
+            raise InvariantBroken(
+                f"worker {self.worker_id}: plan {plan.number} came after plan {self._last_plan}"
+            )
+        self._last_plan, self._plan = plan.number, plan
+        self._pending_saves = plan.saves
+        for op in (*plan.sync_loads, *plan.loads):
+            self._submit(Direction.LOAD, op)
+
+    def start_load(self) -> None:
+        """Called before the forward where a request of this step has a synchronous load."""
+        if self._plan is None or self.engine is None:
+            return
+        for op in self._plan.sync_loads:
+            if not self.engine.make_current_stream_wait(op.op_id, SYNC_LOAD_TIMEOUT_S):
+                self._failed_sync_blocks.update(int(block) for block in op.copies[:, 2])
+                logger.error("HiCache: load %d did not start in time", op.op_id)
+            elif op.op_id in self._failed_loads:
+                self._failed_sync_blocks.update(int(block) for block in op.copies[:, 2])
+
+    def finish_step(self) -> None:
+        """Called after all forwards of the step: saves start behind them."""
+        self._flush_saves()
+
+    def _flush_saves(self) -> None:
+        saves, self._pending_saves = self._pending_saves, ()
+        for op in saves:
+            self._submit(Direction.SAVE, op)
+
+    def _submit(self, direction: Direction, op: CopyOp) -> None:
+        if self.engine is None:
+            raise InvariantBroken("a plan came before the KV caches were registered")
+        self._submit_times[direction, op.op_id] = time.monotonic()
+        self._submitted[direction] = op.op_id
+        self.engine.submit(direction, op.op_id, op.copies, self.engine.fence())
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests that this step's plan says to report as failed; once."""
+        plan, self._plan = self._plan, None
+        return set(plan.failed_requests) if plan is not None else set()
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that a synchronous load of this step did not fill."""
+        failed, self._failed_sync_blocks = self._failed_sync_blocks, set()
+        return failed
+
+    def report(self) -> ReportMetadata | None:
+        """Counters, as long as something runs or is news."""
+        if self._board is None:
+            return None
+        progress = self._board.read()
+        is_idle = all(progress.done(d) >= self._submitted[d] for d in Direction)
+        if is_idle and progress == self._reported:
+            return None
+        self._reported = progress
+        return ReportMetadata({self.worker_id: progress})
+
+    def _publish(self, direction: Direction, op_id: int, is_ok: bool) -> None:
+        """On the copy thread of the direction."""
+        now = time.monotonic()
+        began = max(self._submit_times.pop((direction, op_id), now), self._last_end[direction])
+        self._last_end[direction] = now
+        if not is_ok and direction is Direction.LOAD:
+            self._failed_loads.add(op_id)
+        if self._board is not None:
+            self._board.publish(direction, op_id, is_ok, now - began)
+
+    # End -----------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Finish running copies, let the storage process go; it persists what it was given."""
+        is_quiet = self.engine.close(CLOSE_TIMEOUT_S) if self.engine is not None else True
+        self.engine = None
+        if self._storage is not None:
+            self._storage.stop(0)
+            self._storage = None
+        if self.pool is not None and is_quiet:
+            self.pool.close()
+            self.pool = None
+
+
+def _own_address(peer: str) -> str:
+    """This host's address on the way to ``peer``."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])

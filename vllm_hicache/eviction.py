@@ -1,0 +1,69 @@
+"""Which host page leaves first: pure choice of victims, leaf first, O(log n) per victim."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+from vllm_hicache.prefix_index import HostPage
+
+PROTECTED_USES = 2
+"""Uses from which `slru` keeps a page in its protected segment."""
+
+Order = tuple[int, int]
+
+
+def _lru(page: HostPage) -> Order:
+    return (0, page.last_use)
+
+
+def _lfu(page: HostPage) -> Order:
+    return (page.num_uses, page.last_use)
+
+
+def _slru(page: HostPage) -> Order:
+    return (int(page.num_uses >= PROTECTED_USES), page.last_use)
+
+
+def _priority(page: HostPage) -> Order:
+    return (page.priority, page.last_use)
+
+
+ORDERS: dict[str, Callable[[HostPage], Order]] = {
+    "lru": _lru,
+    "lfu": _lfu,
+    "slru": _slru,
+    "priority": _priority,
+}
+"""Policy name -> sort key; the page with the smallest key leaves first."""
+
+
+class EvictionQueue:
+    """Evictable pages in eviction order.
+
+    Entries are not moved when a page is used: a popped entry whose key is out of date is
+    pushed again, one whose page is pinned, gone or a parent is dropped. Whoever makes a
+    page evictable (unpinned, lost its last child, added) calls ``offer``.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._order = ORDERS[policy]
+        self._heap: list[tuple[Order, int, HostPage]] = []
+        self._ticket = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def offer(self, page: HostPage) -> None:
+        if page.is_evictable:
+            heapq.heappush(self._heap, (self._order(page), next(self._ticket), page))
+
+    def pop(self) -> HostPage | None:
+        """The page to evict next, or None when no page is evictable."""
+        while self._heap:
+            order, _, page = heapq.heappop(self._heap)
+            if not page.is_evictable:
+                continue
+            if order == self._order(page):
+                return page
+            self.offer(page)
+        return None

@@ -1,0 +1,139 @@
+"""The host tier: slots, index and eviction behind five verbs."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.eviction import EvictionQueue
+from vllm_hicache.host_slots import HostSlots
+from vllm_hicache.prefix_index import HostPage, PrefixIndex
+from vllm_hicache.tiers import SlotOwner
+
+
+class HostTier:
+    """Which pages are in host memory, where, and which may leave.
+
+    Ownership of a slot:
+      allocate()          FREE      -> OPERATION   caller owns the slot until it publishes or frees
+      publish()           OPERATION -> INDEX       bytes complete on every worker
+      free()              OPERATION -> FREE        no worker touches the slot any more
+      eviction, clear()   INDEX     -> FREE        only for pages without pins
+    A pinned page that ``clear`` forgets keeps its slot until its last pin is gone.
+    """
+
+    def __init__(
+        self, num_slots: int, policy: str, on_evict: Callable[[HostPage], None] | None = None
+    ) -> None:
+        self.slots = HostSlots(num_slots)
+        self.index = PrefixIndex()
+        self.num_pinned = 0
+        self._queue = EvictionQueue(policy)
+        self._policy = policy
+        self._on_evict = on_evict
+        self._clock = 0
+
+    def allocate(self, count: int) -> list[int]:
+        """Up to ``count`` slots, evicting pages where none is free."""
+        taken = self.slots.take(count)
+        while len(taken) < count:
+            page = self._queue.pop()
+            if page is None:
+                break
+            self._evict(page)
+            taken += self.slots.take(1)
+        return taken
+
+    def publish(self, page_hash: bytes, parent_hash: bytes | None, slot: int) -> HostPage | None:
+        """Make a complete page visible. Where it cannot hang (already present, or its parent
+        has left) the slot is freed and None returned."""
+        page = self.index.add(page_hash, parent_hash, slot)
+        if page is None:
+            self.slots.release(slot)
+            return None
+        self.slots.give_to_index(slot)
+        self._use(page)
+        self._queue.offer(page)
+        return page
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Return slots of an operation whose copies have all ended."""
+        for slot in slots:
+            if self.slots.owner(slot) != SlotOwner.OPERATION:
+                raise InvariantBroken(f"slot {slot} freed by an operation that does not own it")
+            self.slots.release(slot)
+
+    def touch(self, page: HostPage) -> None:
+        """Record a use. Ancestors inherit it when their last child leaves."""
+        self._use(page)
+
+    def pin(self, pages: Iterable[HostPage]) -> None:
+        for page in pages:
+            if page.pins == 0:
+                self.num_pinned += 1
+            page.pins += 1
+
+    def unpin(self, pages: Sequence[HostPage]) -> None:
+        """Release pins, deepest page first so that leaves become evictable."""
+        for page in reversed(pages):
+            if page.pins <= 0:
+                raise InvariantBroken(f"host page in slot {page.slot} unpinned without a pin")
+            page.pins -= 1
+            if page.pins:
+                continue
+            self.num_pinned -= 1
+            if page.is_present:
+                self._queue.offer(page)
+            else:
+                self.slots.release(page.slot)
+
+    def discard(self, page: HostPage) -> int:
+        """Remove a page whose bytes are in doubt with everything below it. Returns how many.
+
+        Pinned pages leave the index at once and give their slot back with their last pin.
+        """
+        doomed = [page]
+        for other in self.index.pages():
+            ancestor = other.parent
+            while ancestor is not None and ancestor is not page:
+                ancestor = ancestor.parent
+            if ancestor is page:
+                doomed.append(other)
+        for victim in sorted(doomed, key=_depth, reverse=True):
+            self.index.remove(victim)
+            if victim.pins == 0:
+                self.slots.release(victim.slot)
+        return len(doomed)
+
+    def clear(self) -> int:
+        """Forget all pages. Returns how many there were."""
+        pages = self.index.clear()
+        for page in pages:
+            page.num_children = 0
+            page.parent = None
+            if page.pins == 0:
+                self.slots.release(page.slot)
+        self._queue = EvictionQueue(self._policy)
+        return len(pages)
+
+    def _use(self, page: HostPage) -> None:
+        self._clock += 1
+        page.last_use = self._clock
+        page.num_uses += 1
+
+    def _evict(self, page: HostPage) -> None:
+        parent = page.parent
+        self.index.remove(page)
+        self.slots.release(page.slot)
+        if self._on_evict is not None:
+            self._on_evict(page)
+        if parent is not None:
+            parent.last_use = max(parent.last_use, page.last_use)
+            parent.num_uses = max(parent.num_uses, page.num_uses)
+            self._queue.offer(parent)
+
+
+def _depth(page: HostPage) -> int:
+    depth = 0
+    while page.parent is not None:
+        page = page.parent
+        depth += 1
+    return depth

@@ -1,0 +1,156 @@
+"""Host -> storage: pages on their way to storage, and the pins that keep them in host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_hicache.host_tier import HostTier
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.storage_link import StorageLink, WorldAnswer
+from vllm_hicache.storage_messages import (
+    Persist,
+    PersistDone,
+    PersistReleased,
+    pack_hashes,
+    pack_slots,
+)
+
+MAX_PAGES_PER_PERSIST = 16
+"""A worker says for an operation, not for a page, whether all of it was stored; a smaller
+operation loses less when one page is dropped and costs more messages."""
+
+
+@dataclass(slots=True)
+class _Persist:
+    """Pages that storage processes read from host. Pinned until every worker released them."""
+
+    pages: list[HostPage]
+    answer: WorldAnswer
+    is_stored: bool = True
+    is_stale: bool = False
+
+
+class Persists:
+    """All running persists."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        link: StorageLink,
+        metrics: Metrics,
+        *,
+        page_size: int,
+        page_bytes: Sequence[int],
+        deadline_s: float,
+    ) -> None:
+        self._host = host
+        self._link = link
+        self._metrics = metrics
+        self._page_size = page_size
+        self._page_bytes = page_bytes
+        self._deadline_s = deadline_s
+        self._running: dict[int, _Persist] = {}
+        self._stored: list[HostPage] = []
+
+    def take_stored(self) -> list[HostPage]:
+        """Pages that storage holds on all workers since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def start(self, pages: list[HostPage], namespace: str) -> None:
+        """Send pages to storage, in chain order. While storage is away they stay in host only
+        and are sent when they are used again."""
+        wanted = [
+            page
+            for page in pages
+            if page.is_present and not page.is_persisted and not page.is_persisting
+        ]
+        for i in range(0, len(wanted), MAX_PAGES_PER_PERSIST):
+            self._send(wanted[i : i + MAX_PAGES_PER_PERSIST], namespace)
+
+    def catch_up(self, page: HostPage, namespace: str) -> None:
+        """Send what storage lacks of the chain that ends in this page, ancestors first."""
+        missing = []
+        ancestor: HostPage | None = page
+        while ancestor is not None and not (ancestor.is_persisted or ancestor.is_persisting):
+            missing.append(ancestor)
+            ancestor = ancestor.parent
+        if missing and self._link.is_up:
+            self.start(missing[::-1], namespace)
+
+    def handle(self, worker_id: int, event: PersistDone | PersistReleased) -> bool:
+        """Take one answer; False when the operation is unknown."""
+        persist = self._running.get(event.op)
+        if persist is None:
+            return False
+        if isinstance(event, PersistDone):
+            persist.answer.settle(worker_id, event.reason)
+            persist.answer.advance(worker_id, event.num_stored + event.num_existing)
+            if event.num_dropped:
+                persist.is_stored = False
+            self._metrics.count("persisted_bytes", event.num_stored * self._page_bytes[worker_id])
+        else:
+            persist.answer.settle(worker_id, "cancelled")
+            persist.answer.released.add(worker_id)
+        self._finish(event.op, persist)
+        return True
+
+    def lose_worker(self, worker_id: int) -> None:
+        """A storage process died: what it did not confirm is not stored."""
+        for persist in self._running.values():
+            if persist.answer.settled[worker_id] is None:
+                persist.is_stored = False
+            persist.answer.lose(worker_id)
+
+    def regain_worker(self, worker_id: int) -> None:
+        """Its successor said hello: nobody reads the old slots any more."""
+        for op, persist in list(self._running.items()):
+            if persist.answer.settled[worker_id] is not None:
+                persist.answer.released.add(worker_id)
+                self._finish(op, persist)
+
+    def forget(self) -> None:
+        """Reset: results of running persists no longer matter, their pins do."""
+        for persist in self._running.values():
+            persist.is_stale = True
+
+    def _send(self, pages: list[HostPage], namespace: str) -> None:
+        op = self._link.next_number()
+        message = Persist(
+            op,
+            namespace,
+            pack_hashes(page.page_hash for page in pages),
+            pack_slots([page.slot for page in pages]),
+            self._deadline_s,
+        )
+        if not self._link.broadcast(message):
+            self._drop(len(pages), "unavailable")
+            return
+        self._host.pin(pages)
+        for page in pages:
+            page.is_persisting = True
+        self._running[op] = _Persist(pages, WorldAnswer(self._link.world_size))
+
+    def _finish(self, op: int, persist: _Persist) -> None:
+        answer = persist.answer
+        if not (answer.is_settled and answer.is_released):
+            return
+        del self._running[op]
+        stored = persist.is_stored and not persist.is_stale
+        for page in persist.pages:
+            page.is_persisting = False
+            page.is_persisted = page.is_persisted or stored
+        if stored:
+            self._stored += persist.pages
+        self._host.unpin(persist.pages)
+        if not persist.is_stored:
+            reason = "reset" if persist.is_stale else answer.reason
+            self._drop(len(persist.pages) - answer.agreed, reason)
+
+    def _drop(self, num_pages: int, reason: str) -> None:
+        reason = reason if reason in ("backlog", "full", "deadline", "reset") else "unavailable"
+        self._metrics.count("persist_dropped_tokens", num_pages * self._page_size, reason)

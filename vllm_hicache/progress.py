@@ -1,0 +1,107 @@
+"""Reports of the workers, and the join that turns them into one outcome for all.
+
+A worker's counters are cumulative: "all operations up to n are done", per direction, and the
+numbers of those that failed. Telling the same thing twice changes nothing.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm_hicache.plan import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """What one worker has done so far."""
+
+    saves_done: int = 0
+    loads_done: int = 0
+    failed_saves: tuple[int, ...] = ()
+    failed_loads: tuple[int, ...] = ()
+    save_busy_s: float = 0.0
+    load_busy_s: float = 0.0
+
+    def done(self, direction: Direction) -> int:
+        return self.saves_done if direction is Direction.SAVE else self.loads_done
+
+    def failed(self, direction: Direction) -> tuple[int, ...]:
+        return self.failed_saves if direction is Direction.SAVE else self.failed_loads
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One operation, finished on every worker; ``is_ok`` only where all succeeded."""
+
+    direction: Direction
+    op_id: int
+    is_ok: bool
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One direction of the join."""
+
+    done: list[int]
+    consumed: int = 0
+    failed: set[int] = field(default_factory=set)
+
+
+class ProgressJoin:
+    """Minimum over all workers, consumed once and in order.
+
+    What fast workers did beyond the slowest one stays queued. A worker that has said
+    nothing yet counts as having done nothing.
+
+    >>> join = ProgressJoin(2)
+    >>> join.update(0, WorkerProgress(saves_done=2)); join.consume(Direction.SAVE)
+    []
+    >>> join.update(1, WorkerProgress(saves_done=1, failed_saves=(1,)))
+    >>> join.consume(Direction.SAVE)
+    [Outcome(direction=<Direction.SAVE: 'save'>, op_id=1, is_ok=False)]
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.num_ignored = 0
+        self._lanes = {direction: _Lane([0] * world_size) for direction in Direction}
+        self._busy = [WorkerProgress()] * world_size
+
+    def update(self, worker_id: int, progress: WorkerProgress) -> None:
+        """Take over a worker's counters. Older or unknown ones are ignored and counted."""
+        if not 0 <= worker_id < self.world_size:
+            self.num_ignored += 1
+            return
+        for direction, lane in self._lanes.items():
+            done = progress.done(direction)
+            if done < lane.done[worker_id]:
+                self.num_ignored += 1
+                continue
+            lane.done[worker_id] = done
+            lane.failed.update(op for op in progress.failed(direction) if op > lane.consumed)
+        self._busy[worker_id] = progress
+
+    def consume(self, direction: Direction) -> list[Outcome]:
+        """Operations that every worker has finished and that were not consumed before."""
+        lane = self._lanes[direction]
+        agreed = min(lane.done)
+        if agreed <= lane.consumed:
+            return []
+        outcomes = [
+            Outcome(direction, op_id, op_id not in lane.failed)
+            for op_id in range(lane.consumed + 1, agreed + 1)
+        ]
+        lane.failed = {op_id for op_id in lane.failed if op_id > agreed}
+        lane.consumed = agreed
+        return outcomes
+
+    def consumed(self, direction: Direction) -> int:
+        return self._lanes[direction].consumed
+
+    def busy_seconds(self, direction: Direction) -> float:
+        """Copy time of the slowest worker so far."""
+        if direction is Direction.SAVE:
+            return max(progress.save_busy_s for progress in self._busy)
+        return max(progress.load_busy_s for progress in self._busy)
+
+    def slowest_worker(self, direction: Direction) -> int:
+        done = self._lanes[direction].done
+        return done.index(min(done))

@@ -1,0 +1,112 @@
+"""The scheduler's view of all storage processes as one partner.
+
+An operation goes to every worker's process under one number, or to none. Its answers are joined
+here: the minimum over the workers, told once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from vllm_hicache.storage_channel import ChannelDown, ChannelUp
+from vllm_hicache.storage_messages import Command, Event
+
+
+class Channels(Protocol):
+    """What this module needs of ``StorageChannels``."""
+
+    def send(self, worker_id: int, message: Command) -> bool:
+        """Queue a message; False while the process is away."""
+
+    def poll(self) -> list[tuple[int, Event | ChannelUp | ChannelDown]]:
+        """What arrived since the last call, in order per worker."""
+
+
+@dataclass(slots=True)
+class WorldAnswer:
+    """One operation's answers from every worker."""
+
+    world_size: int
+    progress: list[int] = field(default_factory=list)
+    settled: list[str | None] = field(default_factory=list)
+    released: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.progress = [0] * self.world_size
+        self.settled = [None] * self.world_size
+
+    @property
+    def agreed(self) -> int:
+        """Pages that are done on every worker."""
+        return min(self.progress)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every worker has given its final number."""
+        return None not in self.settled
+
+    @property
+    def is_released(self) -> bool:
+        """Whether no worker's process touches the slots any more."""
+        return len(self.released) == self.world_size
+
+    @property
+    def reason(self) -> str:
+        """The reason of the worker that fell shortest."""
+        shortest = self.progress.index(min(self.progress))
+        return self.settled[shortest] or "cancelled"
+
+    def advance(self, worker_id: int, pages: int) -> None:
+        self.progress[worker_id] = max(self.progress[worker_id], pages)
+
+    def settle(self, worker_id: int, reason: str) -> None:
+        if self.settled[worker_id] is None:
+            self.settled[worker_id] = reason
+
+    def lose(self, worker_id: int) -> None:
+        """The worker's process is gone: nothing more will come from it, and what it was writing
+        is in doubt until its successor says hello."""
+        self.settle(worker_id, "unavailable")
+
+
+class StorageLink:
+    """Numbers operations and sends them to all workers."""
+
+    def __init__(self, channels: Channels, world_size: int) -> None:
+        self.world_size = world_size
+        self._channels = channels
+        self._numbers = count(1)
+        self._up: dict[int, str] = {}
+
+    @property
+    def is_up(self) -> bool:
+        """Whether every worker's storage process can be reached."""
+        return len(self._up) == self.world_size
+
+    def incarnation(self, worker_id: int) -> str:
+        """Which process of this worker speaks; "" while none does."""
+        return self._up.get(worker_id, "")
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def broadcast(self, message: Command) -> bool:
+        """Send to every worker; False, and nothing sent, while one is away.
+
+        A process that dies in between is told by its ``ChannelDown``, which comes later.
+        """
+        if not self.is_up:
+            return False
+        for worker_id in range(self.world_size):
+            self._channels.send(worker_id, message)
+        return True
+
+    def poll(self) -> Iterator[tuple[int, Event | ChannelUp | ChannelDown]]:
+        """What arrived. Ups and downs are noted here and passed on."""
+        for worker_id, event in self._channels.poll():
+            if isinstance(event, ChannelUp):
+                self._up[worker_id] = str(event.incarnation)
+            elif isinstance(event, ChannelDown):
+                self._up.pop(worker_id, None)
+            yield worker_id, event
