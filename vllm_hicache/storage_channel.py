@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from vllm_hicache.storage_address import StorageAddress
 from vllm_hicache.storage_messages import (
@@ -29,6 +30,7 @@ from vllm_hicache.storage_messages import (
 
 logger = logging.getLogger(__name__)
 
+FRAMES_PER_SEND = 64
 # A process that reads nothing for this long a queue is as good as down.
 MAX_UNSENT_BYTES = 64 << 20
 
@@ -73,14 +75,15 @@ class _Link:
             return
         while self.unsent:
             try:
-                sent = self.connection.send(self.unsent[0])
+                num_sent = self.connection.sendmsg(list(islice(self.unsent, FRAMES_PER_SEND)))
             except BlockingIOError:
                 return
-            self.unsent_bytes -= sent
-            if sent == len(self.unsent[0]):
-                self.unsent.popleft()
-            else:
-                self.unsent[0] = self.unsent[0][sent:]
+            self.unsent_bytes -= num_sent
+            while num_sent:
+                first = self.unsent.popleft()
+                if num_sent < len(first):
+                    self.unsent.appendleft(first[num_sent:])
+                num_sent -= min(num_sent, len(first))
 
     def forget_connection(self) -> None:
         if self.connection is not None:
