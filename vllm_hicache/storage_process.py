@@ -36,8 +36,8 @@ def main() -> NoReturn:
         listener = socket.socket(fileno=launch.listen_fd)
         listener.setblocking(False)
         asyncio.run(_serve(launch, listener, _open_storage(launch), _map_pool(launch)))
-    except ConfigError:
-        logger.exception("The storage process cannot run like this")
+    except ConfigError as error:
+        logger.critical("The storage process cannot run like this: %s", error)
         leave(EXIT_CONFIG)
     except Exception:
         logger.exception("The storage process failed")

@@ -253,8 +253,8 @@ async def _run_or_leave(work: Coroutine[Any, Any, None]) -> None:
     """A part of the server that fails ends the process; ``asyncio.run`` could wait for ever."""
     try:
         await work
-    except ConfigError:
-        logger.exception("The storage process cannot run like this")
+    except ConfigError as error:
+        logger.critical("The storage process cannot run like this: %s", error)
         leave(EXIT_CONFIG)
     except Exception:
         logger.exception("The storage process failed")
