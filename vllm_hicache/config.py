@@ -37,7 +37,7 @@ class StorageConfig:
     exists_timeout_s: float
     write_backlog_bytes: int
     shutdown_grace_s: float
-    integrity_key: bytes | None
+    integrity_key: str | None
 
     @property
     def scheme(self) -> str:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 AUTO_RESERVE_BYTES = 10 * GIB
 AUTO_FRACTION = 0.8
 
+_LIMIT_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
+_USAGE_FILES = {1: "memory.usage_in_bytes", 2: "memory.current"}
+
 _RATIO = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?x")
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%")
 
@@ -185,12 +188,8 @@ def _mem_available(proc: Path) -> MemoryLimit:
 
 def _cgroup_limits(proc: Path) -> Iterator[MemoryLimit]:
     for version, directory in _cgroup_directories(proc):
-        if version == 2:
-            limit_names, usage_name, prefix = ("memory.max", "memory.high"), "memory.current", ""
-        else:
-            limit_names, usage_name = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
-            prefix = "total_"
-        used = _number(directory / usage_name)
+        prefix = "" if version == 2 else "total_"
+        used = _number(directory / _USAGE_FILES[version])
         if used is None:
             continue
         stat = _key_values(directory / "memory.stat")
@@ -198,7 +197,7 @@ def _cgroup_limits(proc: Path) -> Iterator[MemoryLimit]:
             stat.get(prefix + name, 0)
             for name in ("active_file", "inactive_file", "slab_reclaimable")
         )
-        for name in limit_names:
+        for name in _LIMIT_FILES[version]:
             limit = _number(directory / name)
             if limit is not None:
                 left = limit - max(0, used - reclaimable)

@@ -134,15 +134,16 @@ def label() -> Kind:
 
 
 def secret() -> Kind:
-    """Text that is never shown; parsed to its UTF-8 bytes."""
+    """Text that is never shown."""
 
-    def parse(value: object) -> bytes:
-        key = value.encode() if isinstance(value, str) else b""
-        if len(key) not in _SECRET_BYTES:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value.isprintable():
             raise ConfigError("")
-        return key
+        if len(value.encode()) not in _SECRET_BYTES:
+            raise ConfigError("")
+        return value
 
-    allowed = f"text of {_SECRET_BYTES[0]} to {_SECRET_BYTES[-1]} bytes"
+    allowed = f"printable text of {_SECRET_BYTES[0]} to {_SECRET_BYTES[-1]} bytes in UTF-8"
     return Kind("secret", allowed, parse, show=lambda _: MASK)
 
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from vllm_hicache import option_kinds as kinds
+from vllm_hicache.host_memory import AUTO_FRACTION, HostMemory
 from vllm_hicache.option_kinds import Kind
 from vllm_hicache.quantities import GIB, KIB
 
@@ -22,7 +23,8 @@ class Option:
     default   parsed value when nothing is given
     example   a value as written in YAML or JSON
     doc       one line of meaning
-    needs     options without which it has no effect: ``name`` (set) or ``name=value``
+    needs     options without which it has no effect: ``name`` (set) or ``name=value|value``;
+              for a URL the value is its scheme
     nullable  null may be given and means the default
     """
 
@@ -47,7 +49,7 @@ class Option:
 
 
 _URL = ("storage.url",)
-_FILE = ("storage.url=file",)
+_FOLDER = ("storage.url=file|plugin",)
 _TIMEOUT = ("storage.url", "prefetch_policy=timeout")
 
 _TABLE = (
@@ -62,7 +64,7 @@ _TABLE = (
     Option(
         "host_memory",
         kinds.memory(),
-        kinds.parse_host_memory(None),
+        HostMemory("auto", AUTO_FRACTION),
         "8GiB",
         "host memory for the pool of each worker; unset, 0.8 of (available - 10 GiB) is shared "
         "by the workers of the host",
@@ -218,7 +220,7 @@ _TABLE = (
         "500GB",
         "bytes of all objects in the folder, over all engines that share it; unset, what the "
         "file system holds less min_free",
-        _FILE,
+        _FOLDER,
         nullable=True,
     ),
     Option(
@@ -227,7 +229,7 @@ _TABLE = (
         GIB,
         "10GiB",
         "bytes of the file system that are left free for others",
-        _FILE,
+        _FOLDER,
     ),
     Option(
         "storage.read_concurrency",
@@ -314,8 +316,7 @@ def unmet_need(option: Option, values: Mapping[str, object]) -> str | None:
             return f"{name} to be set"
         if name == "storage.url":
             value = urlsplit(str(value)).scheme
-        if wanted and value != wanted:
-            if name == "storage.url":
-                return f"a {wanted}:// URL in storage"
-            return f'{name} to be "{wanted}"'
+        if wanted and value not in wanted.split("|"):
+            allowed = " or ".join(f'"{choice}"' for choice in wanted.split("|"))
+            return f"{'the scheme of ' * (name == 'storage.url')}{name} to be {allowed}"
     return None

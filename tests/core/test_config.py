@@ -50,8 +50,13 @@ def test_option_of_a_tier_that_is_off_is_refused(name):
 @pytest.mark.parametrize("name", ["capacity", "min_free"])
 def test_option_of_another_backend_is_refused(name):
     message = _refusal({"storage": {"url": "redis://cache:6379", name: "8GiB"}})
-    need = "it needs a file:// URL in storage"
+    need = 'it needs the scheme of storage.url to be "file" or "plugin"'
     assert f"storage.{name} is given but has no effect: {need}" in message
+
+
+def test_option_of_the_folder_is_given_to_a_plugin():
+    extra = {"storage": {"url": "plugin://package.module/Backend", "capacity": "1GiB"}}
+    assert _parse(extra).storage.capacity_bytes == 1 << 30
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete"])
@@ -148,7 +153,7 @@ def test_description_leaves_out_options_without_effect():
 def test_secrets_never_show_in_a_configuration(url):
     config = _parse({"storage": {"url": url, "integrity_key": KEY}})
     assert config.storage.url == url
-    assert config.storage.integrity_key == KEY.encode()
+    assert config.storage.integrity_key == KEY
     texts = [f(c) for f in (repr, str, "{}".format) for c in (config, config.storage)]
     for text in [*texts, json.dumps(config.describe())]:
         assert SECRET not in text

@@ -136,11 +136,14 @@ def test_container_that_sees_only_its_own_group_reads_the_mount(kernel):
     assert kernel.available() == 3 * GIB
 
 
-@pytest.mark.parametrize("group", ["/../other", "/elsewhere"])
-def test_group_outside_the_mounted_tree_falls_back_to_the_mount(kernel, group):
+@pytest.mark.parametrize(
+    ("group", "root"), [("/../other", "/"), ("/../other", "/docker"), ("/elsewhere", "/docker")]
+)
+def test_group_outside_the_mounted_tree_falls_back_to_the_mount(kernel, group, root):
     kernel.set_groups(f"0::{group}")
-    kernel.set_mount("cgroup2", "rw", root="/docker/1234")
+    kernel.set_mount("cgroup2", "rw", root=root)
     kernel.write("", memory_max=4 * GIB, memory_current=GIB)
+    kernel.write("../other", memory_max=GIB, memory_current=GIB)
     assert kernel.available() == 3 * GIB
 
 

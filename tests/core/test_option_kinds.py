@@ -48,6 +48,8 @@ def test_null_means_the_default_or_is_refused(name):
 def test_value_of_no_kind_is_refused_by_name(name, wrong):
     message = _refusal(name, wrong)
     assert message.startswith(f"{name} must be {OPTIONS[name].kind.allowed}, got ")
+    if wrong == {"a": 1} and name != "storage.integrity_key":
+        assert message.endswith("got a table")
 
 
 @pytest.mark.parametrize("name", ["host_memory", "storage.capacity", "storage.write_backlog"])
@@ -172,8 +174,8 @@ def test_good_url_is_kept_as_given(url):
 
 def test_integrity_key_takes_16_to_64_bytes():
     for key in ("k" * 16, "k" * 64, "\u00e9" * 8):
-        assert _value("storage.integrity_key", key) == key.encode()
-    for key in ("k" * 15, "k" * 65, "\u00e9" * 33):
+        assert _value("storage.integrity_key", key) == key
+    for key in ("k" * 15, "k" * 65, "\u00e9" * 33, "\udcff" * 16):
         assert "text of 16 to 64 bytes" in _refusal("storage.integrity_key", key)
 
 
