@@ -53,14 +53,19 @@ class HiCacheStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> "HiCacheStats":
-        """Fold a later delta in: counters add, durations are appended, the last gauge wins."""
+        """Fold a later delta in: counters add, durations are appended, the last gauge wins.
+
+        Neither payload is changed: several loggers of a front end hold the same one.
+        """
+        data = dict(self.data)
         for key, value in other.data.items():
             if isinstance(value, list):
-                self.data[key] = [*self.data.get(key, ()), *value]
+                data[key] = [*data.get(key, ()), *value]
             elif key in _GAUGE_KEYS:
-                self.data[key] = value
+                data[key] = value
             else:
-                self.data[key] = self.data.get(key, 0.0) + value
+                data[key] = data.get(key, 0.0) + value
+        self.data = data
         return self
 
     def reduce(self) -> dict[str, int | float]:

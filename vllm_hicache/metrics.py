@@ -4,7 +4,7 @@ Everything here belongs to the scheduler's thread: no lock, no clock, no I/O.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,7 +24,14 @@ Delta: TypeAlias = dict[str, float | list[float]]
 _COUNTERS = frozenset(k for s in SERIES if s.kind == "counter" for k in s.keys)
 _GAUGES = frozenset(k for s in SERIES if s.kind == "gauge" for k in s.keys)
 _STORAGE_COUNTERS = frozenset({*(s.name for s in STORAGE_OBJECT_SERIES), "corrupt_objects"})
-_STORAGE_GAUGES = ("breaker_open", "write_backlog_bytes")
+# name in a report -> our gauge, and what several workers' values come to
+_STORAGE_GAUGES: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
+    "breaker_open": ("breaker_open", sum),
+    "write_backlog_bytes": ("write_backlog_bytes", sum),
+    "hung_threads_now": ("storage_hung_threads", sum),
+    # Each worker sees the same store.
+    "used_bytes_now": ("storage_used_bytes", max),
+}
 _HISTOGRAMS = frozenset(s.name for s in SERIES if s.kind == "histogram")
 
 
@@ -202,9 +209,9 @@ class Ledger:
 class StorageCounters:
     """Folds the cumulative counters that storage processes report into ``Metrics``.
 
-    Counters add up over workers and over restarts; gauges are summed over workers. Only what
-    the processes alone know is taken (objects, bytes and seconds of storage calls, corrupt
-    objects, breaker, backlog); any other name is left out, so that a backend may report more.
+    Counters add up over workers and over restarts. Only what the processes alone know is taken
+    (objects, bytes, seconds and errors of storage calls, corrupt objects, breaker, backlog, use);
+    any other name is left out, so that a backend may report more.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -229,7 +236,7 @@ class StorageCounters:
                 self._unknown.add(name)
                 logger.debug("storage process reports %r, which is not a declared series", name)
         self._last[worker_id] = (incarnation, last)
-        self._sum_gauges()
+        self._fold_gauges()
 
     def forget(self, worker_id: int) -> None:
         """The worker's process is gone: its gauges no longer count."""
@@ -237,9 +244,8 @@ class StorageCounters:
             incarnation, last = self._last[worker_id]
             kept = {name: value for name, value in last.items() if name in _STORAGE_COUNTERS}
             self._last[worker_id] = (incarnation, kept)
-            self._sum_gauges()
+            self._fold_gauges()
 
-    def _sum_gauges(self) -> None:
-        for name in _STORAGE_GAUGES:
-            total = sum(last.get(name, 0.0) for _, last in self._last.values())
-            self._metrics.gauge(name, total)
+    def _fold_gauges(self) -> None:
+        for name, (gauge, fold) in _STORAGE_GAUGES.items():
+            self._metrics.gauge(gauge, fold(last.get(name, 0.0) for _, last in self._last.values()))

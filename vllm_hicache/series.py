@@ -137,10 +137,16 @@ STORAGE_OBJECT_SERIES = (
     _counter("objects_read", "Objects read from storage."),
     _counter("objects_written", "Objects written to storage."),
     _counter("objects_deleted", "Objects deleted from storage."),
+    _counter("objects_evicted", "Objects that left storage to stay within its capacity."),
     _counter("bytes_read", "Bytes read from storage, headers included."),
     _counter("bytes_written", "Bytes written to storage, headers included."),
+    _counter("bytes_evicted", "Bytes that left storage to stay within its capacity."),
     _counter("read_seconds", "Seconds spent in storage reads, summed over concurrent reads."),
     _counter("write_seconds", "Seconds spent in storage writes, summed over concurrent writes."),
+    _counter("checksum_seconds", "Seconds spent on checksums of objects, summed over threads."),
+    _counter("read_errors", "Storage reads that failed."),
+    _counter("write_errors", "Storage writes that failed."),
+    _counter("writes_refused", "Objects that storage had no room or no permission for."),
 )
 _GAUGES = (
     _gauge("host_slots_total", "Host slots of a worker; each holds one page."),
@@ -149,6 +155,8 @@ _GAUGES = (
     _gauge("device_blocks_held", "Device blocks held until their copy is done."),
     _gauge("operations_running", "Operations that have not ended.", "kind", OPERATION_KINDS),
     _gauge("breaker_open", "Workers whose storage tier is switched off after failures."),
+    _gauge("storage_used_bytes", "Bytes in storage, of every engine that shares it."),
+    _gauge("storage_hung_threads", "Threads of storage processes that do not come back."),
     _gauge("write_backlog_bytes", "Bytes that wait to be written to storage, all workers."),
 )
 _HISTOGRAMS = (

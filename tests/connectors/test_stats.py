@@ -163,10 +163,16 @@ def test_aggregation_adds_counters_appends_durations_and_keeps_the_last_gauge():
     assert second.data == other == {**other, "load_seconds": [0.2]}
 
 
-def test_aggregation_does_not_touch_lists_of_the_first_delta():
-    delta = {"load_seconds": [0.1]}
-    HiCacheStats(data=delta.copy()).aggregate(_stats(load_seconds=[0.2]))
-    assert delta == {"load_seconds": [0.1]}
+def test_two_loggers_that_share_a_payload_do_not_count_it_twice():
+    payloads = [{"saved_bytes": 1.0, "load_seconds": [0.1]} for _ in range(3)]
+    totals = []
+    for _ in range(2):
+        total = HiCacheStats(data=payloads[0])
+        for payload in payloads[1:]:
+            total.aggregate(HiCacheStats(data=payload))
+        totals.append(total.data)
+    assert totals == [{"saved_bytes": 3.0, "load_seconds": [0.1] * 3}] * 2
+    assert payloads == [{"saved_bytes": 1.0, "load_seconds": [0.1]}] * 3
 
 
 def test_summary_for_vllms_log_line_holds_whole_numbers_that_are_not_zero():

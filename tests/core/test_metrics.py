@@ -214,6 +214,24 @@ def test_storage_gauges_are_summed_over_workers_and_dropped_with_their_process()
     assert metrics.totals()["objects_read"] == 1.0
 
 
+def test_use_of_a_shared_store_is_not_added_over_workers_but_hung_threads_are():
+    metrics = Metrics()
+    storage = StorageCounters(metrics)
+    for worker_id, used in enumerate((500.0, 700.0)):
+        storage.absorb(worker_id, 1, {"used_bytes_now": used, "hung_threads_now": 2.0})
+    assert metrics.totals()["storage_used_bytes"] == 700.0
+    assert metrics.totals()["storage_hung_threads"] == 4.0
+
+
+def test_every_number_of_the_file_backend_that_an_operator_needs_is_taken():
+    from vllm_hicache.storage_backends.file import COUNTERS
+
+    metrics = Metrics()
+    StorageCounters(metrics).absorb(0, 1, dict.fromkeys(COUNTERS, 1.0))
+    taken = {name for name in COUNTERS if metrics.totals().get(name) == 1.0}
+    assert set(COUNTERS) - taken == {"leftovers_removed", "sweeps", "sweep_seconds"}
+
+
 def test_storage_report_cannot_write_the_schedulers_own_series():
     metrics = Metrics()
     storage = StorageCounters(metrics)
