@@ -36,7 +36,8 @@ _RECORDS_OFFSET = 64
 _FILE_BYTES = _RECORDS_OFFSET + NUM_FOLDERS * _RECORD.size
 
 _BLOCK_BYTES = 4096
-_LOCK_POLL_S = 0.0005
+_FIRST_POLL_S = 0.00005  # the lock is held for about 50 us
+_LAST_POLL_S = 0.001
 
 
 def charged_bytes(num_bytes: int) -> int:
@@ -46,6 +47,17 @@ def charged_bytes(num_bytes: int) -> int:
     (4096, 4096, 8192)
     """
     return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+class FolderTable:
+    """(bytes used, changes so far) of every folder at one moment."""
+
+    def __init__(self, records: bytes) -> None:
+        self._records = records
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        used, changes = _RECORD.unpack_from(self._records, index * _RECORD.size)
+        return used, changes
 
 
 class Ledger:
@@ -61,18 +73,16 @@ class Ledger:
         self.is_counted = bool(counted)
         self.total_bytes = total
 
-    def folders(self, indices: range) -> list[tuple[int, int]]:
-        """(bytes used, changes so far) of consecutive folders."""
-        num_bytes = len(indices) * _RECORD.size
-        raw = _pread(self._fd, num_bytes, _RECORDS_OFFSET + indices.start * _RECORD.size)
-        return list(_RECORD.iter_unpack(raw))
+    def table(self) -> FolderTable:
+        """The records of all folders as they are now."""
+        return FolderTable(_pread(self._fd, NUM_FOLDERS * _RECORD.size, _RECORDS_OFFSET))
 
     def add(self, index: int, delta_bytes: int) -> None:
         """Count a change of a folder; a delta of 0 says that names changed.
 
         A crash between the two writes leaves a total that is too high, never too low.
         """
-        used, changes = self.folders(range(index, index + 1))[0]
+        used, changes = self._record(index)
         record = _RECORD.pack(max(0, used + delta_bytes), changes + 1)
         self.total_bytes = max(0, self.total_bytes + delta_bytes)
         if delta_bytes > 0:
@@ -83,13 +93,19 @@ class Ledger:
 
     def correct(self, index: int, used_bytes: int) -> None:
         """Set what a folder was measured to use."""
-        self.add(index, used_bytes - self.folders(range(index, index + 1))[0][0])
+        self.add(index, used_bytes - self._record(index)[0])
 
     def finish_counting(self) -> None:
         """State that every folder was measured; make the total their sum."""
-        self.total_bytes = sum(used for used, _ in self.folders(range(NUM_FOLDERS)))
+        table = self.table()
+        self.total_bytes = sum(table[index][0] for index in range(NUM_FOLDERS))
         self.is_counted = True
         self._write_header()
+
+    def _record(self, index: int) -> tuple[int, int]:
+        offset = _RECORDS_OFFSET + index * _RECORD.size
+        used, changes = _RECORD.unpack(_pread(self._fd, _RECORD.size, offset))
+        return used, changes
 
     def _write_header(self) -> None:
         header = _HEADER.pack(_MAGIC, _VERSION, int(self.is_counted), self.total_bytes)
@@ -160,6 +176,7 @@ class UsageFile:
             self._close_file()
 
     def _lock_by(self, deadline: float) -> None:
+        poll_s = _FIRST_POLL_S
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +185,8 @@ class UsageFile:
                     raise BackendTimeout(
                         "usage lock is held by another process", backend="file"
                     ) from None
-                time.sleep(_LOCK_POLL_S)
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _LAST_POLL_S)
             else:
                 return
 

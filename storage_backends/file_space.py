@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from vllm_hicache.storage_backends.counters import Counters
 
-_FRUITLESS_SWEEPS = 2
+_ROOM_WAIT_S = 2.0  # beyond it, a dropped write costs less than a blocked writer
+_FIRST_PAUSE_S = 0.001
 _REMOVALS_PER_LOCK = 64
 _RELEASE_LOCK_S = 1.0
 
@@ -77,8 +78,9 @@ class FolderSpace:
         charge = charged_bytes(num_bytes)
         if self._capacity_bytes is not None and charge > self._capacity_bytes:
             return None
-        num_fruitless = 0
-        while num_fruitless <= _FRUITLESS_SWEEPS:
+        give_up = min(deadline, time.monotonic() + _ROOM_WAIT_S)
+        pause_s = _FIRST_PAUSE_S
+        while True:
             num_sweeps = self.sweeper.num_sweeps
             with self.usage.locked(deadline) as ledger:
                 freed = 0
@@ -90,11 +92,13 @@ class FolderSpace:
                         freed = self.sweeper.evict(ledger, shortage)
                     if freed >= shortage:
                         return self._create(ledger, name, num_bytes)
-            if not freed:
-                num_fruitless += 1
-                if not self.sweeper.wait_for_next(num_sweeps, deadline):
-                    return None
-        return None
+            if freed:
+                continue
+            # Nothing known to evict: others were faster, or all is being written now.
+            if not self.sweeper.wait_for_next(num_sweeps, give_up - pause_s):
+                return None
+            time.sleep(pause_s)
+            pause_s *= 2
 
     def commit(self, temporary: TemporaryFile, deadline: float) -> bool:
         """Give the object its name; False when one of the same length has it already.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GROUP_FOLDERS = 64  # folders measured between two takings of the lock
+_GROUP_FOLDERS = 256  # folders measured between two takings of the lock
 _MIN_CANDIDATES = 1024
 _MAX_CANDIDATES = 65536  # 15 MB of names
 _CANDIDATE_SHARE = 16
@@ -140,11 +140,11 @@ class Sweeper:
     def _sweep(self) -> None:
         started = time.monotonic()
         oldest = _Oldest(self._limit)
-        listed = self._listed_folders()
-        for first in range(0, file_names.NUM_FOLDERS, _GROUP_FOLDERS):
+        folders = self._folders()
+        for first in range(0, len(folders), _GROUP_FOLDERS):
             if self._is_stopped:
                 return
-            self._sweep_group(range(first, first + _GROUP_FOLDERS), listed, oldest)
+            self._sweep_group(folders[first : first + _GROUP_FOLDERS], oldest)
         with self._usage.locked(time.monotonic() + _LOCK_TIMEOUT_S) as ledger:
             ledger.finish_counting()
             self._candidates = deque(oldest.in_order())
@@ -153,34 +153,37 @@ class Sweeper:
         self._limit = min(max(share, _MIN_CANDIDATES), _MAX_CANDIDATES)
         self._counters.add(sweeps=1, sweep_seconds=time.monotonic() - started)
 
-    def _listed_folders(self) -> set[str]:
+    def _folders(self) -> list[int]:
+        """Folders that exist or are counted. One that appears later is counted by its writer."""
+        with self._usage.locked(time.monotonic() + _LOCK_TIMEOUT_S) as ledger:
+            table = ledger.table()
         try:
-            return set(os.listdir(self._root))
+            listed = set(os.listdir(self._root))
         except FileNotFoundError:
-            return set()
+            listed = set()
+        return [
+            index
+            for index in range(file_names.NUM_FOLDERS)
+            if file_names.folder_name(index) in listed or table[index][0]
+        ]
 
-    def _sweep_group(self, group: range, listed: set[str], oldest: _Oldest) -> None:
+    def _sweep_group(self, group: list[int], oldest: _Oldest) -> None:
         """Measure some folders without the lock, then correct their counts under it.
 
         A folder that changed meanwhile is measured again under the lock.
         """
         with self._usage.locked(time.monotonic() + _LOCK_TIMEOUT_S) as ledger:
-            before = dict(zip(group, ledger.folders(group), strict=True))
-        present = [
-            index for index in group if before[index][0] or file_names.folder_name(index) in listed
-        ]
-        if not present:
-            return
-        measured = {index: self._measure(index, oldest) for index in present}
+            before = ledger.table()
+        measured = [(index, *self._measure(index, oldest)) for index in group]
         with self._usage.locked(time.monotonic() + _LOCK_TIMEOUT_S) as ledger:
-            now = dict(zip(group, ledger.folders(group), strict=True))
-            for index in present:
-                used, leftovers = measured[index]
+            now = ledger.table()
+            for index, used, leftovers in measured:
+                exact = used
                 if leftovers or now[index] != before[index]:
                     self._remove_leftovers(leftovers)
-                    used, _ = self._measure(index, oldest)
-                if used != now[index][0]:
-                    ledger.correct(index, used)
+                    exact, _ = self._measure(index, oldest)
+                if exact != now[index][0]:
+                    ledger.correct(index, exact)
 
     def _measure(self, index: int, oldest: _Oldest) -> tuple[int, list[str]]:
         """(bytes used, paths of dead writers' files) of one folder; offers its objects."""

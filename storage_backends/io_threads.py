@@ -24,6 +24,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Worker:
+    """What is known of one thread: since when it runs a job, and whether it has a replacement."""
+
+    def __init__(self) -> None:
+        self.busy_since: float | None = None
+        self.is_replaced = False
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether it was replaced and has not come back."""
+        return self.is_replaced and self.busy_since is not None
+
+
 class Batch(Generic[T]):
     """The jobs of one call. Jobs look at `abandoned` between pieces of work and stop early."""
 
@@ -38,14 +51,15 @@ class Batch(Generic[T]):
         self._next = 0
         self._unfinished = len(self._jobs)
 
-    def run_next(self) -> None:
-        """Run the next job that has not started, if there is one. Called by an I/O thread."""
+    def run_next(self, worker: Worker) -> None:
+        """Run the next job that has not started, if there is one, in the thread of `worker`."""
         with self._lock:
             if self._next >= len(self._jobs):
                 return
             index = self._next
             self._next += 1
             job = self._jobs[index]
+        worker.busy_since = time.monotonic()
         try:
             self.results[index] = job(self)
         except HiCacheError as error:
@@ -53,6 +67,7 @@ class Batch(Generic[T]):
         except Exception as error:
             logger.exception("storage job failed")
             self.error = self.error or error
+        worker.busy_since = None
         self._finish(1)
 
     def abandon(self) -> None:
@@ -76,14 +91,6 @@ class Batch(Generic[T]):
             self.released.set_result(None)
 
 
-class _Worker:
-    """What is known of one thread: since when it runs a job, and whether it has a replacement."""
-
-    def __init__(self) -> None:
-        self.busy_since: float | None = None
-        self.is_replaced = False
-
-
 class IoThreads:
     """Up to `num_threads` daemon threads that run jobs in order of arrival.
 
@@ -97,7 +104,7 @@ class IoThreads:
         self._hung_after_s = hung_after_s
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._is_closed = False
 
     async def run(
@@ -146,7 +153,7 @@ class IoThreads:
     def num_hung(self) -> int:
         """Threads that were replaced because they hang and have not come back."""
         with self._lock:
-            return sum(worker.is_replaced for worker in self._workers)
+            return sum(worker.is_hung for worker in self._workers)
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Let queued jobs finish within `timeout_s`; threads that hang longer are left behind."""
@@ -183,7 +190,7 @@ class IoThreads:
     def _replace_hung(self) -> None:
         limit = time.monotonic() - self._hung_after_s
         with self._lock:
-            num_hung = sum(worker.is_replaced for worker in self._workers)
+            num_hung = sum(worker.is_hung for worker in self._workers)
             for worker in list(self._workers):
                 if num_hung >= self._num_threads:
                     return
@@ -194,16 +201,14 @@ class IoThreads:
                     self._start_worker()
 
     def _start_worker(self) -> None:
-        worker = _Worker()
+        worker = Worker()
         self._workers.append(worker)
         name = f"hicache-{self._name}-{len(self._workers)}"
         threading.Thread(target=self._work, args=(worker,), name=name, daemon=True).start()
 
-    def _work(self, worker: _Worker) -> None:
+    def _work(self, worker: Worker) -> None:
         while not worker.is_replaced and (batch := self._queue.get()) is not None:
-            worker.busy_since = time.monotonic()
-            batch.run_next()
-            worker.busy_since = None
+            batch.run_next(worker)
             del batch  # an idle thread keeps no views alive
         with self._lock:
             self._workers.remove(worker)
