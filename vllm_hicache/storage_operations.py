@@ -181,7 +181,7 @@ class FetchOperation(_StorageOperation):
         self._stop = len(self._hashes)  # pages from here on are of no use
         self._early: dict[int, FetchOutcome] = {}  # answers beyond the leading pages
         self._num_leading = 0
-        self._num_told = 0
+        self._is_progress_due = False
 
     def next_call(self) -> Coroutine[Any, Any, tuple[int, FetchOutcome]] | None:
         if self._next >= self._stop:
@@ -204,6 +204,7 @@ class FetchOperation(_StorageOperation):
         self._early[page] = outcome
         if outcome is not FetchOutcome.OK:
             self._stop = min(self._stop, page)
+        before = self._num_leading
         while self._early.get(self._num_leading) is FetchOutcome.OK:
             del self._early[self._num_leading]
             self._num_leading += 1
@@ -214,13 +215,14 @@ class FetchOperation(_StorageOperation):
             self.stop("missing")
         elif self._num_leading == len(self._hashes):
             self.stop("complete")
-        elif self._num_leading == self._num_told + 1:
+        elif self._num_leading > before and not self._is_progress_due:
             # One message for all pages that end in this turn of the loop.
+            self._is_progress_due = True
             asyncio.get_running_loop().call_soon(self._tell_progress)
 
     def _tell_progress(self) -> None:
-        if not self.is_settled and self._num_leading > self._num_told:
-            self._num_told = self._num_leading
+        self._is_progress_due = False
+        if not self.is_settled:
             self._around.send(FetchProgress(self.op, self._num_leading))
 
     def _pass_deadline(self) -> None:

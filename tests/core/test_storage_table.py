@@ -192,6 +192,19 @@ async def test_pages_after_a_slow_one_are_not_reported_before_it(desk):
     await desk.wait_for(FetchSettled(1, 8, "complete"))
 
 
+async def test_progress_goes_on_after_a_jump_over_pages_that_were_early(desk):
+    await desk.stored(12)
+    desk.faults.faults = (
+        Fault(operation="read", name=page_hash(0).hex(), delay_s=0.02),
+        Fault(operation="read", name=page_hash(11).hex(), hangs=True),
+    )
+    desk.fetch(1, range(12))
+    await desk.wait_for(FetchProgress(1, 11))
+    assert desk.of(1) == [FetchProgress(1, 11)]
+    desk.faults.faults = ()
+    await desk.wait_for(FetchSettled(1, 12, "complete"))
+
+
 @pytest.mark.parametrize("hole", [0, 1, 7])
 async def test_a_fetch_ends_at_the_first_page_of_which_a_shard_is_missing(desk, hole):
     await desk.stored(8)
