@@ -18,7 +18,9 @@ class ConfigError(HiCacheError, ValueError):
 class BackendError(HiCacheError):
     """A storage operation failed; the caller turns it into a shorter answer."""
 
-    def __init__(self, message: str, *, backend: str = "", operation: str = "", key: str = "") -> None:
+    def __init__(
+        self, message: str, *, backend: str = "", operation: str = "", key: str = ""
+    ) -> None:
         super().__init__(message)
         self.backend = backend
         self.operation = operation
