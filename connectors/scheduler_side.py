@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 RESET_DRAIN_S = 0.1
 """A reset waits this long for copies that hold device blocks."""
 SHUTDOWN_COPY_S = 1.0
+START_STORAGE_S = 5.0
+"""Longest time for a storage process to come up, besides connecting to its service."""
 POLL_S = 0.0005
 PERSIST_TIMEOUT_FACTOR = 3
 """A persist may wait in line; its pages stay pinned for at most this many operation timeouts."""
@@ -125,16 +127,29 @@ class SchedulerSide:
             namespace=self._namespace(),
             on_evict=self._evicted,
         )
+        state = "off" if link is None else "on" if self._await_storage(link) else "away"
         logger.info(
-            "HiCache: %d workers, %d host slots of %d tokens (%.1f tokens in thousands), storage "
-            "%s, namespace %s",
+            "HiCache: %d workers, %d host slots of %d tokens each, storage %s, namespace %s",
             self._world_size,
             hellos[0].num_slots,
             self._config.page_size,
-            hellos[0].num_slots * self._config.page_size / 1000,
-            "on" if link is not None else "off",
+            state,
             self._planner.namespace,
         )
+
+    def _await_storage(self, link: StorageLink) -> bool:
+        """Give storage processes a moment, so that the first request after a start can hit. An
+        engine starts without them: what is away at start joins when it comes up."""
+        storage = self._config.storage
+        deadline = time.monotonic() + START_STORAGE_S
+        if storage is not None:
+            deadline += storage.connect_timeout_s
+        while not link.is_up and time.monotonic() < deadline:
+            self._settle_storage()
+            time.sleep(POLL_S * 10)
+        if not link.is_up:
+            logger.warning("HiCache: storage does not answer; starting without it")
+        return link.is_up
 
     def _open_storage(self, hellos: list[WorkerHello]) -> StorageLink | None:
         addresses = [hello.storage_address for hello in hellos if hello.storage_address]

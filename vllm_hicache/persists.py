@@ -127,13 +127,14 @@ class Persists:
             pack_slots([page.slot for page in pages]),
             self._deadline_s,
         )
-        if not self._link.broadcast(message):
+        answer = WorldAnswer(self._link.world_size)
+        if not self._link.broadcast(message, answer):
             self._drop(len(pages), "unavailable")
             return
         self._host.pin(pages)
         for page in pages:
             page.is_persisting = True
-        self._running[op] = _Persist(pages, WorldAnswer(self._link.world_size))
+        self._running[op] = _Persist(pages, answer, is_stored=not answer.released)
 
     def _finish(self, op: int, persist: _Persist) -> None:
         answer = persist.answer
@@ -152,5 +153,6 @@ class Persists:
             self._drop(len(persist.pages) - answer.agreed, reason)
 
     def _drop(self, num_pages: int, reason: str) -> None:
-        reason = reason if reason in ("backlog", "full", "deadline", "reset") else "unavailable"
+        known = ("backlog", "full", "deadline", "reset", "cancelled")
+        reason = reason if reason in known else "unavailable"
         self._metrics.count("persist_dropped_tokens", num_pages * self._page_size, reason)

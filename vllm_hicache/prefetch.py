@@ -245,7 +245,8 @@ class Prefetcher:
         op = self._link.next_number()
         wanted = hashes[first:]
         message = Exists(op, self._namespace, pack_hashes(wanted), self._policy.query_s)
-        if not self._link.broadcast(message):
+        query = WorldAnswer(self._link.world_size)
+        if not self._link.broadcast(message, query) or query.is_settled:
             self._metrics.count("fetch_ended", 1, "unavailable")
             return None
         anchor = self._host.index.get(hashes[first - 1]) if first else None
@@ -255,7 +256,7 @@ class Prefetcher:
             anchor=anchor,
             namespace=self._namespace,
             tokens=tokens,
-            query=WorldAnswer(self._link.world_size),
+            query=query,
             query_op=op,
             asked_at=now,
         )
@@ -297,12 +298,12 @@ class Prefetcher:
             pack_slots(slots),
             self._policy.read_timeout_s,
         )
-        if not self._link.broadcast(message):
+        read = WorldAnswer(self._link.world_size)
+        if not self._link.broadcast(message, read) or read.is_settled:
             self._host.free(slots)
             self._end(fetch, "unavailable")
             return
-        fetch.op, fetch.slots, fetch.read_at = op, slots, now
-        fetch.read = WorldAnswer(self._link.world_size)
+        fetch.op, fetch.slots, fetch.read_at, fetch.read = op, slots, now, read
         fetch.stage = FetchStage.READING
         self._num_slots += len(slots)
         self._by_read[op] = fetch

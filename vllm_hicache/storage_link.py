@@ -91,15 +91,18 @@ class StorageLink:
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def broadcast(self, message: Command) -> bool:
+    def broadcast(self, message: Command, answer: WorldAnswer | None = None) -> bool:
         """Send to every worker; False, and nothing sent, while one is away.
 
-        A process that dies in between is told by its ``ChannelDown``, which comes later.
+        ``answer`` is told of a worker whose channel broke or is full at this moment: its process
+        never hears of the operation.
         """
         if not self.is_up:
             return False
         for worker_id in range(self.world_size):
-            self._channels.send(worker_id, message)
+            if not self._channels.send(worker_id, message) and answer is not None:
+                answer.settle(worker_id, "unavailable")
+                answer.released.add(worker_id)
         return True
 
     def poll(self) -> Iterator[tuple[int, Event | ChannelUp | ChannelDown]]:
