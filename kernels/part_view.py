@@ -1,4 +1,4 @@
-"""Strided views of one row part, in a worker's KV buffer and in host pages, granule by granule."""
+"""Strided views of one row part, in a worker's KV buffer and in host pages, unit by unit."""
 
 from math import gcd
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class Selection(NamedTuple):
-    """Granules of some layers: ``view[index]`` is [granules, layers, *row].
+    """Units of some layers: ``view[index]`` is [units, layers, *row].
 
     In that order the bytes on the device are the bytes in the pages; only words may differ.
     """
@@ -24,11 +24,11 @@ class Selection(NamedTuple):
 
 
 class PartView:
-    """One row part of some layers, cut into granules on both sides.
+    """One row part of some layers, cut into units on both sides.
 
-    blocks  [layers, blocks, granules of a block, *row]
-    pages   [pages, layers of the page, granules of a page, *row]
-    row     [head groups, tokens of a granule, heads of a group, elements, words of an element];
+    blocks  [layers, blocks, units of a block, *row]
+    pages   [pages, layers of the page, units of a page, *row]
+    row     [head groups, tokens of a unit, heads of a group, elements, words of an element];
             in pages the elements of a row lie side by side and count as one
     """
 
@@ -38,16 +38,16 @@ class PartView:
         layers: DeviceLayers,
         part: RowPart,
         layout: PageLayout,
-        granule: int,
+        unit: int,
     ) -> None:
         group, row = layout.heads_per_group, layout.row_bytes
-        grid = (layout.num_head_groups, granule, group)
+        grid = (layout.num_head_groups, unit, group)
         self._blocks = strided_bytes(
             kv_storage,
             (
                 len(layers.layers),
                 layers.num_blocks,
-                layers.block_size // granule,
+                layers.block_size // unit,
                 *grid,
                 part.num_elements,
                 part.element_bytes,
@@ -55,7 +55,7 @@ class PartView:
             (
                 layers.layer_stride,
                 part.block_stride,
-                granule * part.token_stride,
+                unit * part.token_stride,
                 group * part.head_stride,
                 part.token_stride,
                 part.head_stride,
@@ -63,10 +63,10 @@ class PartView:
             ),
             layers.base_bytes + part.base,
         )
-        self._page_shape = (layout.layers.num_layers, layout.page_size // granule, *grid)
+        self._page_shape = (layout.layers.num_layers, layout.page_size // unit, *grid)
         self._page_strides = (
             layout.layer_bytes,
-            granule * group * row,
+            unit * group * row,
             layout.layers.num_layers * layout.layer_bytes,
             group * row,
             row,
@@ -77,9 +77,9 @@ class PartView:
         self._page_layers = torch.tensor([layers.layers], device=device)
 
     def in_blocks(self, rows: Tensor) -> Selection:
-        """The device side of the rows of a copy list [n, 4] int64."""
-        _, _, block, granule = rows.t().unsqueeze(2)
-        return Selection(self._blocks, (self._layers, block, granule))
+        """The device side of the rows of units [n, 4] int64."""
+        _, _, block, unit = rows.t().unsqueeze(2)
+        return Selection(self._blocks, (self._layers, block, unit))
 
     def in_pages(self, rows: Tensor, pages: Tensor) -> Selection:
         """The host side of the same rows, in ``pages`` [num_pages, slot_stride] uint8."""
@@ -90,8 +90,8 @@ class PartView:
             (pages.stride(0), *self._page_strides, part_bytes),
             self._part.row_offset,
         )
-        slot, granule, _, _ = rows.t().unsqueeze(2)
-        return Selection(view, (slot, self._page_layers, granule))
+        slot, unit, _, _ = rows.t().unsqueeze(2)
+        return Selection(view, (slot, self._page_layers, unit))
 
 
 def strided_bytes(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_hicache.device_layout import DeviceLayers
-from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.kernels.copy_units import CopyUnits
 from vllm_hicache.kernels.part_view import PartView, move
 from vllm_hicache.kernels.staging import Staging
 from vllm_hicache.layout import PageLayout, granule_tokens
@@ -19,7 +20,7 @@ from vllm_hicache.transfer import Direction
 
 CPU_CHUNK_BYTES = 4 << 20  # stays in a shared L3; smaller costs calls, larger memory traffic
 CUDA_CHUNK_BYTES = 32 << 20  # 0.6 ms on PCIe 5; smaller costs launches, larger device memory
-_SLOT = 0  # columns of a copy list: host slot, granule in page, block id, granule in block
+_SLOT = 0  # column of the host slot in a copy list
 
 
 class PageCopier:
@@ -45,29 +46,27 @@ class PageCopier:
         chunk_bytes: int | None = None,
     ) -> None:
         _check_layers(device_layers, layout, block_size)
-        whole_blocks = any(layers.whole_blocks for layers in device_layers)
-        granule = granule_tokens(layout.page_size, block_size, whole_blocks=whole_blocks)
-        self._granules_per_page = layout.page_size // granule
-        self._granules_per_block = block_size // granule
-        self._num_blocks = min(layers.num_blocks for layers in device_layers)
+        first, device = device_layers[0], kv_storage.device
+        self._units = units = CopyUnits(
+            layout.page_size, block_size, first.block_size, first.num_blocks
+        )
         self._parts = [
-            PartView(kv_storage, layers, part, layout, granule)
+            PartView(kv_storage, layers, part, layout, units.num_tokens)
             for layers in device_layers
             for part in layers.parts
         ]
-        device, granule_bytes = kv_storage.device, layout.page_bytes // self._granules_per_page
+        unit_bytes = layout.page_bytes // units.per_page
         self._staging: dict[Direction, Staging] = {}
         if device.type == "cpu":
-            self._chunk_rows = max(1, (chunk_bytes or CPU_CHUNK_BYTES) // granule_bytes)
+            self._chunk_rows = max(1, (chunk_bytes or CPU_CHUNK_BYTES) // unit_bytes)
         else:
             num_pages = max(1, (chunk_bytes or CUDA_CHUNK_BYTES) // layout.slot_stride)
-            self._chunk_rows = num_pages * self._granules_per_page
+            self._chunk_rows = num_pages * units.per_page
             for direction in Direction:
                 self._staging[direction] = Staging(num_pages, layout.slot_stride, device)
+        scratch_bytes = self._chunk_rows * unit_bytes
         self._scratch = {
-            direction: torch.empty(
-                self._chunk_rows * granule_bytes, dtype=torch.uint8, device=device
-            )
+            direction: torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
             for direction in Direction
         }
 
@@ -80,7 +79,7 @@ class PageCopier:
         self._copy(Direction.LOAD, copy_list, host)
 
     def _copy(self, direction: Direction, copy_list: np.ndarray, host: Tensor) -> None:
-        rows = self._checked(copy_list, host)
+        rows = self._units.of(copy_list, len(host))
         if not len(rows):
             return
         if self._staging:
@@ -90,28 +89,13 @@ class PageCopier:
             chunk = torch.from_numpy(rows[first : first + self._chunk_rows])
             self._relayout(direction, chunk, host)
 
-    def _checked(self, copy_list: np.ndarray, host: Tensor) -> np.ndarray:
-        """The list as int64, in range: on a device a wrong index would end the process."""
-        limits = np.array(
-            (host.shape[0], self._granules_per_page, self._num_blocks, self._granules_per_block)
-        )
-        if copy_list.ndim != 2 or copy_list.shape[1] != len(limits):
-            raise InvariantBroken(
-                f"a copy list has shape [n, {len(limits)}], got {copy_list.shape}"
-            )
-        rows = copy_list.astype(np.int64)
-        wrong = ((rows < 0) | (rows >= limits)).any(axis=1)
-        if wrong.any():
-            raise InvariantBroken(f"copy {rows[wrong][0]} is outside the limits {limits}")
-        return rows
-
     def _copy_staged(self, direction: Direction, rows: np.ndarray, host: Tensor) -> None:
-        """Whole pages pass between host and staging, granules between staging and blocks."""
+        """Whole pages pass between host and staging, units between staging and blocks."""
         staging = self._staging[direction]
         slots, pages, counts = np.unique(rows[:, _SLOT], return_inverse=True, return_counts=True)
         rows = rows[np.argsort(pages, kind="stable")]
         rows[:, _SLOT] = np.repeat(np.arange(len(slots)) % staging.num_pages, counts)
-        is_partial = counts < self._granules_per_page
+        is_partial = counts < self._units.per_page
         ends = np.concatenate(([0], np.cumsum(counts)))
         with staging.ordered():
             device_rows = staging.upload(rows)
@@ -129,7 +113,7 @@ class PageCopier:
                 )
 
     def _relayout(self, direction: Direction, rows: Tensor, pages: Tensor) -> None:
-        """Move the granules of ``rows`` between blocks and ``pages``: one gather per part."""
+        """Move the units of ``rows`` between blocks and ``pages``: one gather per part."""
         for part in self._parts:
             source, target = part.in_blocks(rows), part.in_pages(rows, pages)
             if direction is Direction.LOAD:
@@ -146,10 +130,14 @@ def _check_layers(
             f"the KV buffer must hold each of the page's {layout.layers.num_layers} layers once, "
             f"got the places {places}"
         )
-    want = (layout.num_heads, layout.row_bytes, block_size)
+    first = device_layers[0]
+    want = (layout.num_heads, layout.row_bytes, first.block_size, first.num_blocks)
     for layers in device_layers:
-        have = (layers.num_heads, layers.row_bytes, layers.block_size)
-        if have != want:
+        have = (layers.num_heads, layers.row_bytes, layers.block_size, layers.num_blocks)
+        if have != want or block_size % layers.block_size:
             raise ConfigError(
-                f"layers of one page share heads, row bytes and block size {want}, got {have}"
+                f"layers of one page share heads, row bytes, kernel block size (a divisor of "
+                f"{block_size}) and number of blocks {want}, got {have}"
             )
+        if layers.whole_blocks:
+            granule_tokens(layout.page_size, layers.block_size, whole_blocks=True)

@@ -3,7 +3,7 @@
 All six layouts of vLLM and the CPU backend's transposed K come out as the same few numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_hicache.errors import ConfigError
@@ -63,7 +63,7 @@ class RowPart:
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
     """Same-shaped layers of one worker. Layer ``layers[i]`` of its page starts at
-    ``base_bytes + i*layer_stride`` bytes into the KV buffer.
+    ``base_bytes + i*layer_stride`` bytes into the KV buffer. Blocks are kernel blocks.
     """
 
     layers: tuple[int, ...]
@@ -78,12 +78,21 @@ class DeviceLayers:
 
 
 def device_layers(
-    placement: TensorPlacement, rows: RowFormat, *, layout_name: str, block_size: int
+    placement: TensorPlacement,
+    rows: RowFormat,
+    *,
+    layout_name: str,
+    block_size: int,
+    kernel_block_size: int | None = None,
 ) -> DeviceLayers:
     """Resolve vLLM's layout name and placement into strides; ConfigError for what cannot be.
 
-    ``block_size`` is the scheduler's: a block that vLLM splits for its kernels keeps its bytes.
+    ``block_size`` is the scheduler's. Where vLLM splits blocks for its kernels, each
+    ``kernel_block_size`` tokens (axis 2 of vLLM's views) are laid out as a block of their own.
     """
+    if kernel_block_size is not None:
+        placement = _split_blocks(placement, block_size, kernel_block_size)
+        block_size = kernel_block_size
     if layout_name not in LAYOUT_NAMES:
         allowed = ", ".join(LAYOUT_NAMES)
         raise ConfigError(f"KV cache layout {layout_name!r} is not known; allowed: {allowed}")
@@ -109,6 +118,22 @@ def device_layers(
         row_bytes=row_bytes,
         whole_blocks=rows.packing == "opaque",
         parts=parts,
+    )
+
+
+def _split_blocks(
+    placement: TensorPlacement, block_size: int, kernel_block_size: int
+) -> TensorPlacement:
+    ratio, odd_tokens = divmod(block_size, kernel_block_size)
+    if odd_tokens or ratio == 0 or placement.block_stride % ratio:
+        raise ConfigError(
+            f"blocks of {block_size} tokens and {placement.block_stride} bytes cannot be split "
+            f"into kernel blocks of {kernel_block_size} tokens"
+        )
+    return replace(
+        placement,
+        num_blocks=placement.num_blocks * ratio,
+        block_stride=placement.block_stride // ratio,
     )
 
 

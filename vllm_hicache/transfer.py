@@ -186,14 +186,19 @@ class _Lane:
             # One core a lane: a team of threads would fight with the forward's for every core.
             torch.set_num_threads(1)
         self._is_ready.set()
-        while (operation := self._queue.get()) is not None:
-            ok = not self._is_abandoned and self._attempt(operation)
-            with self._changed:
-                if not self._is_abandoned:
-                    self._publish(operation.op_id, ok)
-                self._enqueued = None
-                self._outstanding.popleft()
-                self._changed.notify_all()
+        # vLLM makes its KV buffer in inference mode; only in that mode may it be written.
+        with torch.inference_mode():
+            while (operation := self._queue.get()) is not None:
+                ok = not self._is_abandoned and self._attempt(operation)
+                self._finish(operation.op_id, ok)
+
+    def _finish(self, op_id: int, ok: bool) -> None:
+        with self._changed:
+            if not self._is_abandoned:
+                self._publish(op_id, ok)
+            self._enqueued = None
+            self._outstanding.popleft()
+            self._changed.notify_all()
 
     def _attempt(self, operation: _Operation) -> bool:
         """Copy and wait for the end. After False, too, nothing of the operation still runs."""

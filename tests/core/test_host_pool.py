@@ -1,0 +1,118 @@
+"""Memory behind host slots."""
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.host_pool import HostPool
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool():
+    pool = HostPool(8, 4096)
+    yield pool
+    pool.close()
+
+
+def _resident_shared_bytes():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssShmem"))
+    return int(line.split()[1]) * 1024
+
+
+def test_slots_begin_empty_and_one_after_the_other(pool):
+    assert pool.tensor.shape == (8, 4096)
+    assert pool.tensor.is_contiguous()
+    assert not pool.tensor.any()
+    assert pool.tensor.data_ptr() % mmap.PAGESIZE == 0
+
+
+def test_child_process_shares_the_memory_through_the_inherited_descriptor(pool):
+    pool.tensor[3] = 7
+    child = (
+        "import mmap, sys; memory = mmap.mmap(int(sys.argv[1]), 8 * 4096);"
+        "assert memory[3 * 4096 - 1 : 4 * 4096 + 1] == bytes(1) + bytes([7]) * 4096 + bytes(1);"
+        "memory[5 * 4096] = 9"
+    )
+    command = [sys.executable, "-c", child, str(pool.fd)]
+    subprocess.run(command, pass_fds=[pool.fd], check=True)
+    assert pool.tensor[5, 0] == 9
+    assert pool.tensor.sum(dtype=torch.int64) == 7 * 4096 + 9
+
+
+def test_descriptor_is_not_inherited_by_accident(pool):
+    assert not os.get_inheritable(pool.fd)
+    assert os.fstat(pool.fd).st_size == 8 * 4096
+
+
+def test_memory_is_resident_only_where_touched_and_gone_after_close():
+    before = _resident_shared_bytes()
+    pool = HostPool(64, 4 * MIB)
+    assert _resident_shared_bytes() - before < MIB
+    pool.tensor[10:14] = 1
+    touched = _resident_shared_bytes() - before
+    assert 16 * MIB <= touched < 20 * MIB
+    pool.close()
+    gc.collect()
+    assert _resident_shared_bytes() - before < MIB
+
+
+def test_close_releases_the_descriptor_and_may_be_repeated():
+    pool = HostPool(1, 4096)
+    descriptor = pool.fd
+    pool.close()
+    pool.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    with pytest.raises(InvariantBroken, match="closed"):
+        _ = pool.tensor
+
+
+def test_view_outlives_the_pool():
+    pool = HostPool(2, 4096)
+    view = pool.tensor[1]
+    view.fill_(5)
+    pool.close()
+    gc.collect()
+    assert (view == 5).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4096), (4, 0), (-1, 4096)])
+def test_pool_without_a_slot_is_refused(shape):
+    with pytest.raises(ConfigError, match=f"got {shape[0]} of {shape[1]} bytes"):
+        HostPool(*shape)
+
+
+def test_pool_that_cannot_be_made_leaves_no_descriptor_behind():
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises((OSError, ValueError, OverflowError)):
+        HostPool(1 << 40, 1 << 22)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_pool_is_pinned_only_where_there_is_a_device(pool):
+    assert pool.pin() is torch.cuda.is_available()
+
+
+@pytest.mark.gpu
+def test_pinned_pieces_are_seen_by_the_device_and_released(monkeypatch):
+    monkeypatch.setattr("vllm_hicache.layout.REGISTRATION_BYTES", 3 * MIB)
+    pool = HostPool(5, 2 * MIB)
+    assert pool.pin()
+    assert all(slot.is_pinned() for slot in pool.tensor)
+    device = torch.arange(2 * MIB, device="cuda").to(torch.uint8)
+    for slot in pool.tensor:
+        slot.copy_(device, non_blocking=True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(slot, device.cpu()) for slot in pool.tensor)
+    pool.unpin()
+    assert not any(slot.is_pinned() for slot in pool.tensor)
+    pool.close()
