@@ -134,6 +134,7 @@ class StorageServer:
     async def run(self) -> NoReturn:
         """Serve until the lifeline ends, then leave the process."""
         ended = self._lifeline.watch()
+        asyncio.get_running_loop().set_exception_handler(_leave_after_bug)
         works = (self._open_storage(), self._accept(), self._serve(), self._tick())
         # The tuple keeps the tasks alive: the loop holds them by weak references only.
         tasks = tuple(asyncio.create_task(_run_or_leave(work)) for work in works)
@@ -181,8 +182,12 @@ class StorageServer:
             greeting.add_done_callback(greetings.discard)
 
     async def _greet(self, stranger: socket.socket) -> None:
-        tune_connection(stranger)
-        connection = Connection(*await asyncio.open_connection(sock=stranger))
+        try:
+            tune_connection(stranger)
+            connection = Connection(*await asyncio.open_connection(sock=stranger))
+        except OSError:  # it has gone again
+            stranger.close()
+            return
         try:
             await connection.check(self._launch.token)
         except OSError as error:  # also of the timeout
@@ -247,6 +252,16 @@ class StorageServer:
             if self._current is not None:
                 self._current.close()
             leave(EXIT_HUNG)
+
+
+def _leave_after_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback that fails may leave an operation without its answers; a fresh process has none.
+
+    Errors of sockets are told here as well when nobody waits for them.
+    """
+    loop.default_exception_handler(context)
+    if "exception" in context and not isinstance(context["exception"], OSError):
+        leave(1)
 
 
 async def _run_or_leave(work: Coroutine[Any, Any, None]) -> None:

@@ -289,6 +289,18 @@ async def test_one_fetch_that_hangs_for_ever_delays_no_other(desk):
     assert FetchReleased(1) not in desk.answers
 
 
+async def test_a_newcomer_finds_a_place_before_anything_counts_as_stalled(make_desk):
+    desk = make_desk(stall_s=60)
+    await desk.stored(30)
+    desk.faults.faults = tuple(
+        Fault(operation="read", name=page_hash(page).hex(), hangs=True) for page in range(20)
+    )
+    desk.fetch(1, range(20))
+    desk.fetch(2, range(20), first_slot=0)
+    await asyncio.sleep(0.02)
+    assert (await desk.fetched(3, range(20, 30))).reason == "complete"
+
+
 async def test_more_hanging_fetches_than_places_still_leave_one_for_a_good_one(desk):
     await desk.stored(30)
     desk.faults.faults = (Fault(operation="read", name=page_hash(1).hex(), hangs=True),)
