@@ -25,7 +25,7 @@ from vllm_hicache.errors import InvariantBroken
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -85,10 +85,23 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         HiCacheConfig.parse(extra_config)
         return False
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """Sleep drains copies, and the KV cache wakes up at its old addresses (vLLM 0.33)."""
+        return True
+
     # Worker --------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker_side.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep (vLLM 0.33)."""
+        self.worker_side.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """After wake-up (vLLM 0.33)."""
+        self.worker_side.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker_side.hello

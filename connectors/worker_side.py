@@ -34,6 +34,8 @@ SYNC_LOAD_TIMEOUT_S = 30.0
 """A synchronous load is chosen for milliseconds of copying; after this long something is broken
 and the forward must not read the blocks."""
 CLOSE_TIMEOUT_S = 2.0
+SLEEP_DRAIN_S = 30.0
+"""Copies that vLLM let start before it sleeps end in milliseconds."""
 
 
 class WorkerSide:
@@ -60,6 +62,7 @@ class WorkerSide:
         self._reported: object = None
         self._failed_sync_blocks: set[int] = set()
         self._failed_loads: set[int] = set()
+        self._is_asleep = False
 
     # Start ---------------------------------------------------------------------------------------
 
@@ -195,8 +198,8 @@ class WorkerSide:
             self._submit(Direction.SAVE, op)
 
     def _submit(self, direction: Direction, op: CopyOp) -> None:
-        if self.engine is None:
-            raise InvariantBroken("a plan came before the KV caches were registered")
+        if self.engine is None or self._is_asleep:
+            raise InvariantBroken("a plan came while no KV caches are registered")
         self._submit_times[direction, op.op_id] = time.monotonic()
         self._submitted[direction] = op.op_id
         self.engine.submit(direction, op.op_id, op.copies, self.engine.fence())
@@ -231,6 +234,25 @@ class WorkerSide:
             self._failed_loads.add(op_id)
         if self._board is not None:
             self._board.publish(direction, op_id, is_ok, now - began)
+
+    # Sleep ---------------------------------------------------------------------------------------
+
+    def unregister_kv_caches(self) -> None:
+        """Before the KV cache is unmapped: every copy has ended when this returns."""
+        if self.engine is None or self._is_asleep:
+            return
+        self._flush_saves()
+        for direction, op_id in self._submitted.items():
+            if not self.engine.wait(direction, op_id, SLEEP_DRAIN_S):
+                raise InvariantBroken(
+                    f"worker {self.worker_id}: {direction} {op_id} still runs after "
+                    f"{SLEEP_DRAIN_S} s; its memory cannot be unmapped"
+                )
+        self._is_asleep = True
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache is mapped again, at the addresses it had."""
+        self._is_asleep = False
 
     # End -----------------------------------------------------------------------------------------
 
