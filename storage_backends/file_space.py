@@ -6,6 +6,7 @@ objects and temporary files never exceeds the capacity.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class FolderSpace:
         return f"{self._root}/{folder}/{name}"
 
     def reserve(self, name: str, num_bytes: int, deadline: float) -> TemporaryFile | None:
-        """Make room for an object, evicting older ones, and create its temporary file.
+        """Create a temporary file and make room for it, evicting older objects.
 
         None when no room can be made by the deadline, which is on the monotonic clock.
 
@@ -75,30 +76,18 @@ class FolderSpace:
             BackendTimeout: The lock was not to be had by the deadline.
             OSError: The file system refuses.
         """
-        charge = charged_bytes(num_bytes)
-        if self._capacity_bytes is not None and charge > self._capacity_bytes:
+        if self._capacity_bytes is not None and charged_bytes(num_bytes) > self._capacity_bytes:
             return None
-        give_up = min(deadline, time.monotonic() + _ROOM_WAIT_S)
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            num_sweeps = self.sweeper.num_sweeps
-            with self.usage.locked(deadline) as ledger:
-                freed = 0
-                if ledger.is_counted:
-                    shortage = self._shortage(ledger, charge)
-                    if shortage > ledger.total_bytes:
-                        return None  # not even an empty folder would do
-                    if shortage > 0:
-                        freed = self.sweeper.evict(ledger, shortage)
-                    if freed >= shortage:
-                        return self._create(ledger, name, num_bytes)
-            if freed:
-                continue
-            # Nothing known to evict: others were faster, or all is being written now.
-            if not self.sweeper.wait_for_next(num_sweeps, give_up - pause_s):
-                return None
-            time.sleep(pause_s)
-            pause_s *= 2
+        temporary = self._create(name, num_bytes)
+        is_reserved = False
+        try:
+            is_reserved = self._make_room(temporary, deadline)
+        finally:
+            if not is_reserved:
+                os.close(temporary.fd)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary.path)
+        return temporary if is_reserved else None
 
     def commit(self, temporary: TemporaryFile, deadline: float) -> bool:
         """Give the object its name; False when one of the same length has it already.
@@ -153,6 +142,48 @@ class FolderSpace:
                     num_removed += 1
         return num_removed
 
+    def _create(self, name: str, num_bytes: int) -> TemporaryFile:
+        """An empty temporary file. Creating takes long on some file systems, so without the lock;
+        it counts for nothing until it has its length.
+        """
+        directory = self._root / file_names.folder_name(file_names.folder_index(name))
+        path = str(directory / file_names.temporary_name(name, file_names.Writer.current()))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, flags, 0o600)
+        return TemporaryFile(name, path, fd, num_bytes)
+
+    def _make_room(self, temporary: TemporaryFile, deadline: float) -> bool:
+        """Give a temporary file its length once that fits; False when it does not in time."""
+        charge = charged_bytes(temporary.num_bytes)
+        give_up = min(deadline, time.monotonic() + _ROOM_WAIT_S)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            num_sweeps = self.sweeper.num_sweeps
+            with self.usage.locked(deadline) as ledger:
+                freed = 0
+                if ledger.is_counted:
+                    shortage = self._shortage(ledger, charge)
+                    if shortage > ledger.total_bytes:
+                        return False  # not even an empty folder would do
+                    if shortage > 0:
+                        freed = self.sweeper.evict(ledger, shortage)
+                    if freed >= shortage:
+                        # A sweep sees from now on what the file will use.
+                        os.ftruncate(temporary.fd, temporary.num_bytes)
+                        ledger.add(file_names.folder_index(temporary.name), charge)
+                        return True
+            if freed:
+                continue
+            # Nothing known to evict: others were faster, or all is being written now.
+            if not self.sweeper.wait_for_next(num_sweeps, give_up - pause_s):
+                return False
+            time.sleep(pause_s)
+            pause_s *= 2
+
     def _shortage(self, ledger: Ledger, charge: int) -> int:
         """Bytes that must be freed before `charge` more may be used; 0 or less: none."""
         status = os.statvfs(self._root)
@@ -160,26 +191,6 @@ class FolderSpace:
         if self._capacity_bytes is not None:
             shortage = max(shortage, ledger.total_bytes + charge - self._capacity_bytes)
         return shortage
-
-    def _create(self, ledger: Ledger, name: str, num_bytes: int) -> TemporaryFile:
-        folder = file_names.folder_index(name)
-        directory = self._root / file_names.folder_name(folder)
-        path = str(directory / file_names.temporary_name(name, file_names.Writer.current()))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            fd = os.open(path, flags, 0o600)
-        except FileNotFoundError:
-            directory.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(path, flags, 0o600)
-        temporary = TemporaryFile(name, path, fd, num_bytes)
-        try:
-            os.ftruncate(fd, num_bytes)  # a sweep sees at once what the file will use
-            ledger.add(folder, charged_bytes(num_bytes))
-        except OSError:
-            os.close(fd)
-            os.unlink(path)
-            raise
-        return temporary
 
 
 def length_of(path: str) -> int | None:

@@ -154,16 +154,14 @@ async def test_objects_that_appear_from_outside_are_found_by_the_next_sweep(tmp_
         assert bytes_used(root) <= 10 * OBJECT
 
 
-async def test_eviction_passes_over_all_objects_of_a_large_store_without_walking_each_time(
-    tmp_path,
-):
-    async with opened(tmp_path, capacity_bytes=3000 * 8192) as backend:
-        for first in range(0, 6000, 500):
+async def test_evicting_one_object_does_not_walk_the_folder(tmp_path):
+    async with opened(tmp_path, capacity_bytes=1000 * 8192) as backend:
+        for first in range(0, 2000, 500):
             await backend.write([object_write(n, 100) for n in range(first, first + 500)])
         stats = backend.stats()
-        assert stats["objects_evicted"] == 3000
+        assert stats["objects_evicted"] == 1000
         assert stats["sweeps"] < 20
-        assert stats["used_bytes_now"] == 3000 * 8192
+        assert stats["used_bytes_now"] == 1000 * 8192
 
 
 async def test_free_space_of_the_disk_is_kept(tmp_path):
@@ -216,7 +214,7 @@ async def test_four_processes_and_a_restart_stay_within_one_capacity(tmp_path):
     largest = charged_bytes(HEADER_BYTES + 1000 + 700 * 199)
     observer = UsageFile(tmp_path)
     for num_rounds in (1, 2):
-        running = _processes(tmp_path, capacity, 40)
+        running = _processes(tmp_path, capacity, 12)
         peak = 0
         while any(process.poll() is None for process in running):
             # A walk sees one moment only while nobody can change the folder.
@@ -301,8 +299,9 @@ async def test_200_000_files_are_counted_within_five_seconds(tmp_path):
     for index in range(file_names.NUM_FOLDERS):
         (tmp_path / file_names.folder_name(index)).mkdir()
     for number in range(200_000):
-        with path_of(tmp_path, number).open("wb") as file:
-            file.truncate(OBJECT)
+        fd = os.open(path_of(tmp_path, number), os.O_WRONLY | os.O_CREAT, 0o600)
+        os.ftruncate(fd, OBJECT)
+        os.close(fd)
     started = time.monotonic()
     async with opened(tmp_path) as backend:
         assert time.monotonic() - started < 5
