@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 SYNC_LOAD_TIMEOUT_S = 30.0
 """A synchronous load is chosen for milliseconds of copying; after this long something is broken
 and the forward must not read the blocks."""
+SMALL_OBJECT_BYTES = 512 << 10
+"""Below this, each object's fixed cost (a request, a file) shows in the throughput of storage."""
 CLOSE_TIMEOUT_S = 2.0
 SLEEP_DRAIN_S = 30.0
 """Copies that vLLM let start before it sleeps end in milliseconds."""
@@ -114,6 +116,7 @@ class WorkerSide:
                 self._config,
                 get_tensor_model_parallel_rank(),
             )
+            self._check_objects(layout)
             num_slots = self._affordable_slots(layout, buffer.numel())
             digest = agreement.layout_digest(layout, kv.packing_id, kv.k_bytes, kv.v_bytes)
         except ConfigError:
@@ -141,6 +144,23 @@ class WorkerSide:
                 f"{layout.slot_stride} bytes; raise host_memory or lower page_size"
             )
         return num_slots
+
+    def _check_objects(self, layout: "PageLayout") -> None:
+        """Refuse stored objects so small that operations, not bytes, would set the speed."""
+        if self._config.storage is None:
+            return
+        smallest = min(shard.length for shard in layout.shards)
+        advice = (
+            "raise page_size, storage_layer_partition or storage_head_partition "
+            f"(page of {layout.page_size} tokens, {len(layout.shards)} objects per worker)"
+        )
+        if smallest < self._config.min_object_bytes:
+            raise ConfigError(
+                f"a stored object would have {smallest} bytes, allowed are "
+                f"{self._config.min_object_bytes} (min_object_bytes) and more; {advice}"
+            )
+        if smallest < SMALL_OBJECT_BYTES and self.worker_id == 0:
+            logger.warning("HiCache: stored objects have %d bytes only; %s", smallest, advice)
 
     def _start_storage(self, layout: "PageLayout", num_slots: int) -> str | None:
         if self._config.storage is None or self.pool is None:
