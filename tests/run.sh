@@ -27,7 +27,8 @@ part() {
     shift 2
     printf '\n== %s: tests that are %s\n' "$name" "$markers"
     LOGS+=("$RESULTS/$name.jsonl")
-    "$PY" -m pytest tests -q -m "$markers" --result-log "$RESULTS/$name.jsonl" "$@" </dev/null || true
+    "$PY" -m pytest tests -q -m "$markers" --result-log "$RESULTS/$name.jsonl" \
+        --durations=8 --durations-min=2 "$@" </dev/null || true
     PART_S=$((SECONDS - started))
 }
 

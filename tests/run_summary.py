@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class AllowedSkip:
-    """Tests whose id matches ``pattern`` (as in a shell) may be skipped, for ``reason``."""
+    """A skip whose ``test id (why it was skipped)`` matches ``pattern``, as in a shell, is fine."""
 
     pattern: str
     reason: str
@@ -81,7 +81,8 @@ def read_allowed(path: Path) -> list[AllowedSkip]:
 
 def find_allowed(result: Result, allowed: Sequence[AllowedSkip]) -> AllowedSkip | None:
     """The first line that allows this skip."""
-    return next((skip for skip in allowed if fnmatchcase(result.test, skip.pattern)), None)
+    shown = f"{result.test} ({result.reason})"
+    return next((skip for skip in allowed if fnmatchcase(shown, skip.pattern)), None)
 
 
 def complaints(parts: Sequence[Part], allowed: Sequence[AllowedSkip]) -> list[str]:

@@ -48,6 +48,14 @@ def test_a_listed_skip_is_shown_with_its_reason(tmp_path):
     assert "1 passed, 1 skipped" in run.stdout
 
 
+def test_leave_for_one_reason_is_no_leave_for_another(tmp_path):
+    allowed = "tests/test_a.py::test_two* (needs a CUDA device): CPU machines have none\n"
+    run = _close(tmp_path, [PASSED, SKIPPED, FINISHED], allowed=allowed)
+    assert run.returncode == 1
+    reason = allowed.replace("needs a CUDA device", "no redis")
+    assert _close(tmp_path, [PASSED, SKIPPED, FINISHED], allowed=reason).returncode == 0
+
+
 def test_a_listed_skip_without_a_reason_is_refused(tmp_path):
     run = _close(tmp_path, [PASSED, FINISHED], allowed="tests/test_a.py::test_two: \n")
     assert run.returncode == 1
