@@ -231,6 +231,11 @@ class FaultyBackend:
         oldest = min(self._running.values(), default=time.monotonic())
         return max(time.monotonic() - oldest, self._inner.oldest_running_s())
 
+    @property
+    def num_running(self) -> int:
+        """Calls that have not returned, hanging ones included."""
+        return len(self._running)
+
     async def _run(
         self, operation: str, names: Sequence[str], call: Callable[[], Awaitable[_T]]
     ) -> _T:

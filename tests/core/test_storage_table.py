@@ -80,8 +80,8 @@ class Desk:
         self.faults = FaultList()
         self.pool = bytearray(random.Random(1).randbytes(NUM_SLOTS * STRIDE))
         pages = HostPages(memoryview(self.pool), STRIDE, NUM_SLOTS, SHARDS)
-        checked = CheckedStorage(FaultyBackend(self.memory, self.faults))
-        self.table = OperationTable(checked, pages, config)
+        self.backend = FaultyBackend(self.memory, self.faults)
+        self.table = OperationTable(CheckedStorage(self.backend), pages, config)
         self.table.is_open = True
         self.answers: list[Event] = []
         self.arrival = asyncio.Event()
@@ -221,6 +221,24 @@ async def test_a_corrupt_page_ends_the_fetch_and_is_removed(desk):
     assert name not in desk.memory.objects
 
 
+async def test_a_page_with_a_missing_and_a_corrupt_shard_is_corrupt(desk):
+    await desk.stored(2)
+    first, second, _ = (name for name in desk.memory.objects if name.startswith(page_hash(1).hex()))
+    del desk.memory.objects[first]
+    desk.memory.objects[second] = b""
+    assert await desk.fetched(1, range(2)) == FetchSettled(1, 1, "corrupt")
+
+
+async def test_pages_behind_a_hole_are_not_read_while_an_earlier_one_is_awaited(make_desk):
+    desk = make_desk(stall_s=60)
+    await desk.stored(30)
+    for name in [name for name in desk.memory.objects if name.startswith(page_hash(2).hex())]:
+        del desk.memory.objects[name]
+    desk.faults.faults = (Fault(operation="read", name=page_hash(0).hex(), delay_s=0.1),)
+    assert await desk.fetched(1, range(30)) == FetchSettled(1, 2, "missing")
+    assert desk.memory.stats()["objects_read"] < 16 * len(SHARDS)
+
+
 async def test_at_its_deadline_a_fetch_settles_at_once_and_is_released_when_the_read_ends(desk):
     await desk.stored(8)
     hang = Fault(operation="read", name=page_hash(3).hex(), hangs=True)
@@ -299,6 +317,16 @@ async def test_a_newcomer_finds_a_place_before_anything_counts_as_stalled(make_d
     desk.fetch(2, range(20), first_slot=0)
     await asyncio.sleep(0.02)
     assert (await desk.fetched(3, range(20, 30))).reason == "complete"
+
+
+async def test_an_operation_with_a_stalled_read_starts_no_more(desk):
+    await desk.stored(30)
+    desk.faults.faults = (Fault(operation="read", hangs=True),)
+    desk.fetch(1, range(30))
+    await asyncio.sleep(0.01)
+    num_first = desk.backend.num_running
+    await asyncio.sleep(0.06)
+    assert 0 < desk.backend.num_running == num_first < 30
 
 
 async def test_more_hanging_fetches_than_places_still_leave_one_for_a_good_one(desk):
