@@ -24,11 +24,14 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     """Workers -> scheduler: counters since the start, by worker; the newest one says it all."""
 
     progress: dict[int, WorkerProgress] = field(default_factory=dict)
+    plan_number: int = 0
+    """Plan of the step whose output carries this report."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
         if not isinstance(other, ReportMetadata):
             raise TypeError(f"expected a ReportMetadata, got {type(other).__name__}")
-        return ReportMetadata({**self.progress, **other.progress})
+        plan_number = min(self.plan_number, other.plan_number)
+        return ReportMetadata({**self.progress, **other.progress}, plan_number)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class SchedulerSide:
         self._channels: StorageChannels | None = None
         self._planner: Planner | None = None
         self._loaded: list[str] = []
-        self._step_starts: deque[tuple[float, int]] = deque()
+        self._steps: deque[tuple[int, float, int]] = deque()
+        self._last_output = 0.0
         self._storage_tokens: dict[str, tuple[int, int]] = {}
         self.metrics = Metrics()
         self._activity = ActivityLine(
@@ -252,8 +253,8 @@ class SchedulerSide:
         self._follow_blocks(output)
         self._collect_saves(output, now)
         scheduled = output.total_num_scheduled_tokens
-        self._step_starts.append((now, scheduled))
         plan = planner.plan_step(is_busy=scheduled > 0)
+        self._steps.append((plan.number, now, scheduled))
         self._activity.poll()
         return PlanMetadata(plan)
 
@@ -293,12 +294,9 @@ class SchedulerSide:
                 planner.collect_saves(state, certain, now)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        now = time.monotonic()
-        if self._step_starts:
-            started, num_tokens = self._step_starts.popleft()
-            self.planner.costs.prefilled(num_tokens, now - started)
         report = output.kv_connector_worker_meta
         if isinstance(report, ReportMetadata):
+            self._time_step(report.plan_number)
             for worker_id, progress in report.progress.items():
                 self.planner.join.update(worker_id, progress)
         self._settle_copies()
@@ -306,6 +304,15 @@ class SchedulerSide:
         if self._loaded:
             loaded, self._loaded = self._loaded, []
             output.finished_recving = (output.finished_recving or set()) | set(loaded)
+
+    def _time_step(self, plan_number: int) -> None:
+        """Prefill speed from the step that has just ended; steps may overlap."""
+        now, steps = time.monotonic(), self._steps
+        while steps and steps[0][0] <= plan_number:
+            number, started, num_tokens = steps.popleft()
+            if number == plan_number:
+                self.planner.costs.prefilled(num_tokens, now - max(started, self._last_output))
+        self._last_output = now
 
     @property
     def has_pending_push_work(self) -> bool:
@@ -335,7 +342,7 @@ class SchedulerSide:
         under a new epoch: this is vLLM's only sign that weights may have changed."""
         if not self._config.fixed_weights:
             self._epoch = token_hex(8)
-        self.planner.reset(self._namespace())
+        self.planner.reset(self._namespace(), self._requests.values())
         if self._events is not None:
             self._events.clear(HOST)
             if not self._config.fixed_weights:

@@ -61,7 +61,6 @@ class WorkerSide:
         self._submitted = dict.fromkeys(Direction, 0)
         self._last_end = dict.fromkeys(Direction, 0.0)
         self._submit_times: dict[tuple[Direction, int], float] = {}
-        self._reported: object = None
         self._failed_sync_blocks: set[int] = set()
         self._failed_loads: set[int] = set()
         self._is_asleep = False
@@ -235,15 +234,10 @@ class WorkerSide:
         return failed
 
     def report(self) -> ReportMetadata | None:
-        """Counters, as long as something runs or is news."""
+        """Counters since the start, with every step: what was said before costs nothing again."""
         if self._board is None:
             return None
-        progress = self._board.read()
-        is_idle = all(progress.done(d) >= self._submitted[d] for d in Direction)
-        if is_idle and progress == self._reported:
-            return None
-        self._reported = progress
-        return ReportMetadata({self.worker_id: progress})
+        return ReportMetadata({self.worker_id: self._board.read()}, self._last_plan)
 
     def _publish(self, direction: Direction, op_id: int, is_ok: bool) -> None:
         """On the copy thread of the direction."""

@@ -28,6 +28,8 @@ class RunningLoad:
     copies: CopyList
     num_storage_tokens: int
     started_at: float
+    is_stale: bool = False
+    """A reset came between: its pages belong to a cache that is gone."""
 
     @property
     def num_tokens(self) -> int:
@@ -127,9 +129,10 @@ class Loads:
         state = load.state
         if state.load is load:
             state.load = None
-        if not outcome.is_ok:
-            self._metrics.count("copy_failures")
-            self._ledger.unserved(state.request_id, "load_failed", load.num_tokens)
+        if load.is_stale or not outcome.is_ok:
+            self._metrics.count("copy_failures", int(not outcome.is_ok))
+            reason = "load_failed" if not outcome.is_ok else "reset"
+            self._ledger.unserved(state.request_id, reason, load.num_tokens)
             if load.pages[0].is_present:
                 self._host.discard(load.pages[0])
             return load
@@ -138,6 +141,12 @@ class Loads:
         num_host = load.num_tokens - load.num_storage_tokens
         self._ledger.served(state.request_id, "host", num_host)
         return load
+
+    def forget(self) -> None:
+        """Reset: what is being loaded must not be used."""
+        self._landing.clear()
+        for load in [*self._planned, *self._running.values()]:
+            load.is_stale = True
 
     def _storage_tokens(self, pages: tuple[HostPage, ...], first: int, last: int) -> int:
         """Tokens of this load whose page came from storage and was not served before."""

@@ -8,7 +8,7 @@ brings the time. Order within one step of vLLM:
     admit, finish                                                    (a request's life)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -227,6 +227,7 @@ class Planner:
         state.block_ids = []
         state.num_saved_pages = 0
         state.is_admitted = False
+        state.is_outdated = False
 
     def finish(self, state: RequestState) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
@@ -269,7 +270,8 @@ class Planner:
         loaded, failed = [], []
         for outcome in self.join.consume(Direction.LOAD):
             load = self._settle_load(outcome, now)
-            (loaded if outcome.is_ok or load.state.is_finished else failed).append(load)
+            is_usable = outcome.is_ok and not load.is_stale
+            (loaded if is_usable or load.state.is_finished else failed).append(load)
         return Settled(tuple(loaded), tuple(failed), tuple(published))
 
     def _settle_load(self, outcome: Outcome, now: float) -> RunningLoad:
@@ -284,9 +286,10 @@ class Planner:
         state = load.state
         if not outcome.is_ok:
             # The same pages would fail again: this request computes the rest itself.
-            state.may_load, state.why_not, state.is_admitted = False, "load_failed", False
-            if load.is_async and not state.is_finished:
-                self._failed_requests.append(state.request_id)
+            state.may_load, state.why_not = False, "load_failed"
+        if load.is_async and not state.is_finished and (load.is_stale or not outcome.is_ok):
+            self._failed_requests.append(state.request_id)
+            self.preempt(state)
         if state.is_finished:
             self.ledger.close(state.request_id, "aborted")
         return load
@@ -325,12 +328,16 @@ class Planner:
 
     # Whole cache -------------------------------------------------------------------------------
 
-    def reset(self, namespace: str) -> None:
+    def reset(self, namespace: str, requests: Iterable[RequestState] = ()) -> None:
         """Forget host and everything under way; storage is used under ``namespace`` from now on.
+        What ``requests`` (all that live) have on the device is not saved until it is recomputed.
 
         Copies that run keep their slots and blocks until they are acknowledged.
         """
         self.saves.forget()
+        self.loads.forget()
+        for state in requests:
+            state.is_outdated = bool(state.block_ids) or state.load is not None
         if self.prefetcher is not None:
             self.prefetcher.forget()
         if self.persists is not None:

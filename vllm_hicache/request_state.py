@@ -61,6 +61,8 @@ class RequestState:
     fetch: "Fetch | None" = None
     load: "RunningLoad | None" = None
     is_admitted: bool = False
+    is_outdated: bool = False
+    """A reset came while it held blocks: their KV may be of other weights and is not saved."""
     is_finished: bool = False
 
     @property

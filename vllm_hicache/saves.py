@@ -83,6 +83,9 @@ class Saves:
         last = min(num_tokens, len(state.block_ids) * self._block_size) // self._page_size
         if last <= state.num_saved_pages:
             return
+        if state.is_outdated:
+            state.num_saved_pages = last
+            return
         hashes = state.tokens.page_hashes(last)
         first = self._host.index.match(hashes, last)
         if first:
