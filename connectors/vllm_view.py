@@ -227,9 +227,15 @@ def layer_span(kv_cache_config: KVCacheConfig) -> LayerSpan:
 
 
 def worker_device_layers(
-    kv_cache_config: KVCacheConfig, layout: PageLayout, kv: KVFormat
+    kv_caches: dict[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    layout: PageLayout,
+    kv: KVFormat,
 ) -> list[DeviceLayers]:
-    """Where this worker's rows lie in its KV buffer, from vLLM's placement and layout name."""
+    """Where this worker's rows lie in its KV buffer, from vLLM's placement and layout name.
+
+    Axis 2 of vLLM's views tells into blocks of how many tokens its kernels split a block.
+    """
     layout_name = kv_cache_config.kv_cache_layout
     rows = RowFormat(
         num_heads=kv.num_heads,
@@ -250,6 +256,7 @@ def worker_device_layers(
             rows,
             layout_name=str(layout_name),
             block_size=kv.block_size,
+            kernel_block_size=kv_caches[tensor.layers[0]].shape[2],
         )
         for tensor in kv_cache_config.kv_cache_tensors
     ]

@@ -71,7 +71,7 @@ class WorkerSide:
         """Agree with all workers on the number of host slots, then allocate and start storage."""
         buffer = vllm_view.kv_buffer(kv_caches, self._kv_cache_config)
         num_slots, digest, layout, kv = self._agree(buffer)
-        layers = vllm_view.worker_device_layers(self._kv_cache_config, layout, kv)
+        layers = vllm_view.worker_device_layers(kv_caches, self._kv_cache_config, layout, kv)
         started = time.monotonic()
         self.pool = HostPool(num_slots, layout.slot_stride, name=f"hicache-{self.worker_id}")
         pinned = self.pool.pin() if buffer.device.type == "cuda" else False
