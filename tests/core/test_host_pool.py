@@ -48,6 +48,15 @@ def test_child_process_shares_the_memory_through_the_inherited_descriptor(pool):
     assert pool.tensor.sum(dtype=torch.int64) == 7 * 4096 + 9
 
 
+def test_pool_made_in_inference_mode_can_be_written_in_any():
+    with torch.inference_mode():
+        pool = HostPool(4, 4096)
+        half = pool.tensor.split(2)[1]
+    half.view(-1)[::4096].bitwise_or_(3)
+    assert pool.tensor[:, 0].tolist() == [0, 0, 3, 3]
+    pool.close()
+
+
 def test_descriptor_is_not_inherited_by_accident(pool):
     assert not os.get_inheritable(pool.fd)
     assert os.fstat(pool.fd).st_size == 8 * 4096
