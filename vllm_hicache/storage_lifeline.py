@@ -1,6 +1,7 @@
 """A thread that ends the storage process when its worker is gone or its event loop hangs."""
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from typing import NoReturn
 
+from vllm_hicache.detached_process import ProcessIdentity
 from vllm_hicache.storage_process_config import EXIT_HUNG
 
 logger = logging.getLogger(__name__)
@@ -19,9 +21,21 @@ POLL_S = 1.0
 MARGIN_S = 1.0
 
 
+_status_fds: list[int] = []
+
+
+def report_status_to(fd: int) -> None:
+    """Let ``leave`` write its status there: nobody can wait for a detached process."""
+    os.set_inheritable(fd, False)
+    _status_fds.append(fd)
+
+
 def leave(status: int) -> NoReturn:
     """End the process now, whatever its threads do."""
     sys.stderr.flush()
+    for fd in _status_fds:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(fd, bytes([status]))
     os._exit(status)
 
 
@@ -32,9 +46,11 @@ class Lifeline:
     as well. The thread needs no event loop: a loop that is blocked does not keep the process.
     """
 
-    def __init__(self, fd: int, *, parent_pid: int, grace_s: float, hang_limit_s: float) -> None:
+    def __init__(
+        self, fd: int, *, parent: ProcessIdentity, grace_s: float, hang_limit_s: float
+    ) -> None:
         self._fd = fd
-        self._parent_pid = parent_pid
+        self._parent = parent
         self._grace_s = grace_s
         self._hang_limit_s = hang_limit_s
         self._beat = time.monotonic()
@@ -55,7 +71,7 @@ class Lifeline:
     def _run(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)  # an end of file counts as readable
-        while not poll.poll(POLL_S * 1000) and os.getppid() == self._parent_pid:
+        while not poll.poll(POLL_S * 1000) and self._parent.is_running:
             silent_s = time.monotonic() - self._beat
             if silent_s > self._hang_limit_s:
                 logger.error("The event loop hangs for %.0f s; starting anew", silent_s)

@@ -1,5 +1,6 @@
-"""The storage process of one worker: ``python -P -m vllm_hicache.storage_process --config-fd N``.
+"""The storage process of one worker: ``python -P -m vllm_hicache.storage_process``.
 
+Its worker says in ``--config-fd`` what it serves; its end says in ``--status-fd`` how it went.
 It lives until its lifeline ends, then finishes queued persists within the grace time. A hung
 storage call never keeps it: it always leaves by ``os._exit``.
 """
@@ -17,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.storage_lifeline import leave
+from vllm_hicache.storage_lifeline import leave, report_status_to
 from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
 from vllm_hicache.storage_server import ServedStorage, StorageServer
@@ -26,11 +27,14 @@ logger = logging.getLogger("vllm_hicache.storage_process")
 
 
 def main() -> NoReturn:
-    """Run the process that ``--config-fd`` describes; never returns."""
+    """Run the process that the options describe; never returns."""
     _ignore_signals()
     parser = argparse.ArgumentParser(prog="hicache-storage")
     parser.add_argument("--config-fd", type=int, required=True)
-    launch = _read_launch(parser.parse_args().config_fd)
+    parser.add_argument("--status-fd", type=int, required=True)
+    options = parser.parse_args()
+    report_status_to(options.status_fd)
+    launch = _read_launch(options.config_fd)
     _set_up_logging(launch.config.worker_id)
     try:
         listener = socket.socket(fileno=launch.listen_fd)

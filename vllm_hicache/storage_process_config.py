@@ -5,6 +5,7 @@ import signal
 import msgspec
 
 from vllm_hicache.config import StorageConfig
+from vllm_hicache.detached_process import ProcessIdentity
 from vllm_hicache.layout import Shard
 
 ENDINGS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -41,7 +42,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     config: StorageProcessConfig
     incarnation: int
-    parent_pid: int
+    parent: ProcessIdentity
     token: str  # what a scheduler has to show
     listen_fd: int
     pool_fd: int

@@ -126,7 +126,7 @@ class StorageServer:
         self._last_received = 0.0
         self._lifeline = Lifeline(
             launch.lifeline_fd,
-            parent_pid=launch.parent_pid,
+            parent=launch.parent,
             grace_s=launch.config.storage.shutdown_grace_s,
             hang_limit_s=launch.config.hang_limit_s,
         )

@@ -4,13 +4,13 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
 import msgspec
 
+from vllm_hicache.detached_process import DetachedProcess, ProcessIdentity
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.storage_address import StorageAddress, listen
 from vllm_hicache.storage_process_config import (
@@ -36,7 +36,8 @@ class StorageProcess:
 
     The descriptor ``pool_fd`` of the host pool is duplicated; it stays the caller's. Letting go of
     this object, or dying, ends the process: it finishes its persists and leaves within the grace
-    time. With ``host``, it listens on TCP there instead of on this machine only.
+    time. It is no descendant of the worker: vLLM kills those, and would kill its persists with it.
+    With ``host``, it listens on TCP there instead of on this machine only.
     """
 
     def __init__(self, config: StorageProcessConfig, pool_fd: int, *, host: str = "") -> None:
@@ -45,7 +46,7 @@ class StorageProcess:
         self._pool_fd = os.dup(pool_fd)
         self._lock = threading.Lock()  # a spawn and a stop exclude one another
         self._stopping = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: DetachedProcess | None = None
         self._incarnation = 0
         self._listener: socket.socket | None = None
         self._address: StorageAddress | None = None
@@ -117,9 +118,9 @@ class StorageProcess:
                 is_healthy = time.monotonic() - born >= HEALTHY_LIFE_S
                 backoff_s = FIRST_BACKOFF_S if is_healthy else _next_backoff(backoff_s)
                 logger.warning(
-                    "Storage process %d ended with status %d: next one in %.1f s",
+                    "Storage process %d %s: next one in %.1f s",
                     self.pid,
-                    status,
+                    "was killed" if status is None else f"ended with status {status}",
                     backoff_s,
                 )
                 if self._stopping.wait(backoff_s):
@@ -138,7 +139,7 @@ class StorageProcess:
             launch = Launch(
                 config=self._config,
                 incarnation=self._incarnation,
-                parent_pid=os.getpid(),
+                parent=ProcessIdentity.of(os.getpid()),
                 token=address.token,
                 listen_fd=listener.fileno(),
                 pool_fd=self._pool_fd,
@@ -165,19 +166,16 @@ def _next_backoff(backoff_s: float) -> float:
     return min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
 
 
-def _start(launch: Launch) -> "subprocess.Popen[bytes]":
-    """Start a process with its own session; endings are blocked until it ignores them."""
+def _start(launch: Launch) -> DetachedProcess:
+    """Start a process; endings are blocked until it ignores them."""
     config_fd = os.memfd_create("hicache-launch")
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
         with open(config_fd, "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(launch))
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, "--config-fd", str(config_fd)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+        return DetachedProcess.spawn(
+            [sys.executable, "-P", "-m", MODULE, "--config-fd", str(config_fd), "--status-fd"],
             pass_fds=(config_fd, launch.listen_fd, launch.pool_fd, launch.lifeline_fd),
-            start_new_session=True,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
