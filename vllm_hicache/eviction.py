@@ -40,9 +40,10 @@ ORDERS: dict[str, Callable[[HostPage], Order]] = {
 class EvictionQueue:
     """Evictable pages in eviction order.
 
-    Entries are not moved when a page is used: a popped entry whose key is out of date is
-    pushed again, one whose page is pinned, gone or a parent is dropped. Whoever makes a
-    page evictable (unpinned, lost its last child, added) calls ``offer``.
+    A page has one entry at most. It is not moved when the page is used, keys only grow: a
+    popped entry whose key is out of date is pushed again, one whose page is pinned, gone or a
+    parent is dropped. Whoever makes a page evictable (unpinned, lost its last child, added)
+    calls ``offer``.
     """
 
     def __init__(self, policy: str) -> None:
@@ -54,13 +55,15 @@ class EvictionQueue:
         return len(self._heap)
 
     def offer(self, page: HostPage) -> None:
-        if page.is_evictable:
+        if page.is_evictable and not page.is_queued:
+            page.is_queued = True
             heapq.heappush(self._heap, (self._order(page), next(self._ticket), page))
 
     def pop(self) -> HostPage | None:
         """The page to evict next, or None when no page is evictable."""
         while self._heap:
             order, _, page = heapq.heappop(self._heap)
+            page.is_queued = False
             if not page.is_evictable:
                 continue
             if order == self._order(page):

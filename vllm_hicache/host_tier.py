@@ -90,17 +90,19 @@ class HostTier:
 
         Pinned pages leave the index at once and give their slot back with their last pin.
         """
-        doomed = [page]
+        children: dict[HostPage, list[HostPage]] = {}
         for other in self.index.pages():
-            ancestor = other.parent
-            while ancestor is not None and ancestor is not page:
-                ancestor = ancestor.parent
-            if ancestor is page:
-                doomed.append(other)
-        for victim in sorted(doomed, key=_depth, reverse=True):
-            self.index.remove(victim)
+            if other.parent is not None:
+                children.setdefault(other.parent, []).append(other)
+        doomed = [page]
+        for victim in doomed:
+            doomed += children.get(victim, ())
+        for victim in reversed(doomed):
+            self._remove(victim)
             if victim.pins == 0:
                 self.slots.release(victim.slot)
+        if page.parent is not None:
+            self._queue.offer(page.parent)
         return len(doomed)
 
     def clear(self) -> int:
@@ -121,19 +123,14 @@ class HostTier:
 
     def _evict(self, page: HostPage) -> None:
         parent = page.parent
-        self.index.remove(page)
+        self._remove(page)
         self.slots.release(page.slot)
-        if self._on_evict is not None:
-            self._on_evict(page)
         if parent is not None:
             parent.last_use = max(parent.last_use, page.last_use)
             parent.num_uses = max(parent.num_uses, page.num_uses)
             self._queue.offer(parent)
 
-
-def _depth(page: HostPage) -> int:
-    depth = 0
-    while page.parent is not None:
-        page = page.parent
-        depth += 1
-    return depth
+    def _remove(self, page: HostPage) -> None:
+        self.index.remove(page)
+        if self._on_evict is not None:
+            self._on_evict(page)

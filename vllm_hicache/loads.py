@@ -1,9 +1,11 @@
 """Host -> device: loads that are planned or running, and who waits for them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.metrics import Ledger, Metrics
 from vllm_hicache.plan import CopyList, CopyOp, copy_list
@@ -12,12 +14,18 @@ from vllm_hicache.progress import Outcome
 from vllm_hicache.request_state import RequestState
 from vllm_hicache.tiers import Tier
 
+DOUBT_STEPS = 64
+"""Steps until a failed synchronous load is forgotten. More than vLLM ever has in flight, so that
+every request that computed on top of it has been told by then; fewer would save garbage."""
+
 
 @dataclass(slots=True, eq=False)
 class RunningLoad:
     """A load that some worker has not acknowledged. Its pages are pinned.
 
-    Tokens ``[first_token, last_token)`` go to blocks that only this request holds.
+    Tokens ``[first_token, last_token)`` go to blocks that were allocated for it. Other requests
+    may read the blocks of a synchronous load from this step on, those of an asynchronous one
+    when it has landed.
     """
 
     state: RequestState
@@ -26,8 +34,13 @@ class RunningLoad:
     first_token: int
     last_token: int
     copies: CopyList
+    block_ids: frozenset[int]
     num_storage_tokens: int
     started_at: float
+    is_ok: bool | None = None
+    """None until every worker has acknowledged it."""
+    forget_at: int = 0
+    """Step from which a failed synchronous load is no longer in doubt."""
     is_stale: bool = False
     """A reset came between: its pages belong to a cache that is gone."""
 
@@ -57,6 +70,8 @@ class Loads:
         self._planned: list[RunningLoad] = []
         self._running: dict[int, RunningLoad] = {}
         self._landing: dict[bytes, RunningLoad] = {}
+        self._in_doubt: list[RunningLoad] = []
+        self._num_steps = 0
 
     @property
     def num_running(self) -> int:
@@ -66,6 +81,19 @@ class Loads:
     def is_landing(self, page_hash: bytes) -> bool:
         """Whether an asynchronous load of this page is under way for some request."""
         return page_hash in self._landing
+
+    def running(self) -> list[RunningLoad]:
+        """Loads that are planned or not yet acknowledged by every worker."""
+        return [*self._planned, *self._running.values()]
+
+    def landing(self) -> list[RunningLoad]:
+        """Loads that others may wait for, one entry a page."""
+        return list(self._landing.values())
+
+    def doubts(self, block_ids: Sequence[int]) -> tuple[RunningLoad, ...]:
+        """Synchronous loads into these blocks that are not acknowledged, or failed a few steps
+        ago: what a forward computes on top of them may be garbage."""
+        return tuple(load for load in self._in_doubt if not load.block_ids.isdisjoint(block_ids))
 
     def begin(
         self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
@@ -79,13 +107,14 @@ class Loads:
         first, last = state.num_local_tokens, state.num_local_tokens + num_tokens
         hashes = state.tokens.page_hashes(-(-last // page))[first // page : -(-last // page)]
         pages = tuple(self._host.index.pages_of(hashes))
+        targets = block_ids[first // block : last // block]
         copies = copy_list(
             first,
             last,
             page_size=page,
             block_size=block,
             slots=np.asarray([p.slot for p in pages]),
-            block_ids=np.asarray(block_ids[first // block : last // block]),
+            block_ids=np.asarray(targets),
         )
         load = RunningLoad(
             state=state,
@@ -94,6 +123,7 @@ class Loads:
             first_token=first,
             last_token=last,
             copies=copies,
+            block_ids=frozenset(targets),
             num_storage_tokens=self._storage_tokens(pages, first, last),
             started_at=now,
         )
@@ -102,6 +132,8 @@ class Loads:
         self._planned.append(load)
         if load.is_async:
             self._landing.update(dict.fromkeys(hashes, load))
+        else:
+            self._in_doubt.append(load)
         state.load = load
         self._ledger.found(state.request_id, "storage", load.num_storage_tokens)
         self._ledger.found(state.request_id, "host", load.num_tokens - load.num_storage_tokens)
@@ -109,6 +141,8 @@ class Loads:
 
     def take_planned(self) -> tuple[tuple[CopyOp, ...], tuple[CopyOp, ...]]:
         """(synchronous, asynchronous) loads for this step's plan, numbered in this order."""
+        self._num_steps += 1
+        self._in_doubt = [load for load in self._in_doubt if not self._is_past(load)]
         planned = sorted(self._planned, key=lambda load: load.is_async)
         self._planned = []
         first, self._next_op = self._next_op, self._next_op + len(planned)
@@ -121,7 +155,11 @@ class Loads:
 
     def settle(self, outcome: Outcome, now: float) -> RunningLoad:
         """Every worker has finished this load. Pages of a failed one are in doubt and leave."""
-        load = self._running.pop(outcome.op_id)
+        load = self._running.pop(outcome.op_id, None)
+        if load is None:
+            raise InvariantBroken(f"load {outcome.op_id} is reported, but it is not running")
+        load.is_ok = outcome.is_ok
+        load.forget_at = self._num_steps + DOUBT_STEPS
         for page in load.pages:
             if self._landing.get(page.page_hash) is load:
                 del self._landing[page.page_hash]
@@ -147,6 +185,11 @@ class Loads:
         self._landing.clear()
         for load in [*self._planned, *self._running.values()]:
             load.is_stale = True
+
+    def _is_past(self, load: RunningLoad) -> bool:
+        if load.is_ok is False:
+            return self._num_steps >= load.forget_at
+        return load.is_ok is True
 
     def _storage_tokens(self, pages: tuple[HostPage, ...], first: int, last: int) -> int:
         """Tokens of this load whose page came from storage and was not served before."""

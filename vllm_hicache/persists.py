@@ -61,6 +61,10 @@ class Persists:
     def num_running(self) -> int:
         return len(self._running)
 
+    def pinned_pages(self) -> list[HostPage]:
+        """Pages of all running persists, one entry a pin."""
+        return [page for persist in self._running.values() for page in persist.pages]
+
     def start(self, pages: list[HostPage], namespace: str) -> None:
         """Send pages to storage, in chain order. While storage is away they stay in host only
         and are sent when they are used again."""
@@ -73,14 +77,16 @@ class Persists:
             self._send(wanted[i : i + MAX_PAGES_PER_PERSIST], namespace)
 
     def catch_up(self, page: HostPage, namespace: str) -> None:
-        """Send what storage lacks of the chain that ends in this page, ancestors first."""
-        missing = []
+        """Send what storage lacks of the chain that ends in this page, ancestors first. O(chain):
+        a page that was dropped may have descendants that were stored."""
+        if not self._link.is_up:
+            return
+        chain = []
         ancestor: HostPage | None = page
-        while ancestor is not None and not (ancestor.is_persisted or ancestor.is_persisting):
-            missing.append(ancestor)
+        while ancestor is not None:
+            chain.append(ancestor)
             ancestor = ancestor.parent
-        if missing and self._link.is_up:
-            self.start(missing[::-1], namespace)
+        self.start(chain[::-1], namespace)
 
     def handle(self, worker_id: int, event: PersistDone | PersistReleased) -> bool:
         """Take one answer; False when the operation is unknown."""
@@ -88,13 +94,16 @@ class Persists:
         if persist is None:
             return False
         if isinstance(event, PersistDone):
+            num_pages = event.num_stored + event.num_existing
+            if not persist.answer.advance(worker_id, num_pages):
+                return False
             persist.answer.settle(worker_id, event.reason)
-            persist.answer.advance(worker_id, event.num_stored + event.num_existing)
-            if event.num_dropped:
+            if num_pages < len(persist.pages):
                 persist.is_stored = False
             self._metrics.count("persisted_bytes", event.num_stored * self._page_bytes[worker_id])
         else:
-            persist.answer.settle(worker_id, "cancelled")
+            if persist.answer.settle(worker_id, "cancelled"):
+                persist.is_stored = False
             persist.answer.released.add(worker_id)
         self._finish(event.op, persist)
         return True
@@ -102,16 +111,14 @@ class Persists:
     def lose_worker(self, worker_id: int) -> None:
         """A storage process died: what it did not confirm is not stored."""
         for persist in self._running.values():
-            if persist.answer.settled[worker_id] is None:
+            if persist.answer.settle(worker_id, "unavailable"):
                 persist.is_stored = False
-            persist.answer.lose(worker_id)
 
     def regain_worker(self, worker_id: int) -> None:
         """Its successor said hello: nobody reads the old slots any more."""
         for op, persist in list(self._running.items()):
-            if persist.answer.settled[worker_id] is not None:
-                persist.answer.released.add(worker_id)
-                self._finish(op, persist)
+            persist.answer.released.add(worker_id)
+            self._finish(op, persist)
 
     def forget(self) -> None:
         """Reset: results of running persists no longer matter, their pins do."""
@@ -134,7 +141,9 @@ class Persists:
         self._host.pin(pages)
         for page in pages:
             page.is_persisting = True
-        self._running[op] = _Persist(pages, answer, is_stored=not answer.released)
+        persist = _Persist(pages, answer, is_stored=not answer.released)
+        self._running[op] = persist
+        self._finish(op, persist)
 
     def _finish(self, op: int, persist: _Persist) -> None:
         answer = persist.answer

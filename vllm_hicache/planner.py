@@ -8,6 +8,7 @@ brings the time. Order within one step of vLLM:
     admit, finish                                                    (a request's life)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -70,6 +71,13 @@ class Settled:
     published: tuple[HostPage, ...] = ()
 
 
+# What `update_gauges` sets, in its order: name and label.
+_GAUGES = (
+    ("host_slots_used", ""),
+    ("host_slots_pinned", ""),
+    ("device_blocks_held", ""),
+    *(("operations_running", kind) for kind in ("save", "load", "exists", "fetch", "persist")),
+)
 NO_MATCH = Match(0)
 ASK_AGAIN = Match(None)
 
@@ -113,12 +121,14 @@ class Planner:
                 deadline_s=options.persist_timeout_s,
             )
         self._storage_counters = StorageCounters(metrics)
+        self._finished_saves: deque[Outcome] = deque()
         self._plan_numbers = count(1)
         self._failed_requests: list[str] = []
         self._deferred_blocks = 0
         self._was_busy = False
         self._copy_seconds = 0.0
         self._bytes_per_page = sum(options.page_bytes)
+        self._gauged: tuple[int, ...] = ()
         metrics.gauge("host_slots_total", options.num_host_slots)
 
     # A request's life --------------------------------------------------------------------------
@@ -178,13 +188,15 @@ class Planner:
     def admit(self, state: RequestState) -> None:
         """The request got its blocks and needs nothing more of host: what was found and not
         offered gets its reason, what was kept for it is let go."""
+        self._admit(state, 0)
+
+    def _admit(self, state: RequestState, num_loaded: int) -> None:
         if state.is_admitted:
             return
         state.is_admitted = True
         request_id = state.request_id
         self.metrics.count("local_tokens", state.num_local_tokens)
-        in_load = state.load.num_tokens if state.load is not None else 0
-        withheld = state.num_found_tokens - in_load
+        withheld = state.num_found_tokens - num_loaded
         if withheld > 0:
             self.ledger.found(request_id, "host", withheld)
             self.ledger.unserved(request_id, state.withheld_reason, withheld)
@@ -207,13 +219,13 @@ class Planner:
                 f"the last lookup offered {state.num_offered_tokens}"
             )
         load = self.loads.begin(state, num_tokens, block_ids, now)
-        self.admit(state)
+        self._admit(state, load.num_tokens)
         return load
 
     def collect_saves(self, state: RequestState, num_tokens: int, now: float) -> None:
         """The first ``num_tokens`` are on the device after this step: save what host lacks."""
         had_pages = state.num_saved_pages
-        self.saves.collect(state, num_tokens, now)
+        self.saves.collect(state, num_tokens, now, self.loads.doubts(state.block_ids))
         if self.persists is None or had_pages or not state.num_saved_pages:
             return
         hashes = state.tokens.page_hashes(state.num_saved_pages)
@@ -255,34 +267,50 @@ class Planner:
 
     @property
     def holds_device_blocks(self) -> bool:
-        """Whether steps must go on although no request runs."""
-        return self.saves.num_running > 0 or bool(self._failed_requests)
+        """Whether steps must go on although no request runs: copies are acknowledged in steps."""
+        running = self.saves.num_running + self.loads.num_running
+        return running > 0 or bool(self._failed_requests)
 
     def settle_copies(self, now: float) -> Settled:
         """Consume what all workers have finished, in order."""
+        loaded, failed = self._settle_loads(now)
+        published = self._settle_saves(now)
+        return Settled(tuple(loaded), tuple(failed), tuple(published))
+
+    def _settle_saves(self, now: float) -> list[HostPage]:
+        """In order; one that was computed on top of a load waits for that load's outcome."""
         published: list[HostPage] = []
-        for outcome in self.join.consume(Direction.SAVE):
+        finished = self._finished_saves
+        finished += self.join.consume(Direction.SAVE)
+        while finished and self.saves.can_settle(finished[0].op_id):
+            outcome = finished.popleft()
             pages = self.saves.settle(outcome, now)
             self.metrics.count("saved_bytes", len(pages) * self._bytes_per_page)
             if pages and self.persists is not None:
                 self.persists.start(pages, self.namespace)
             published += pages
-        loaded, failed = [], []
+        return published
+
+    def _settle_loads(self, now: float) -> tuple[list[RunningLoad], list[RunningLoad]]:
+        loaded: list[RunningLoad] = []
+        failed: list[RunningLoad] = []
+        num_tokens = 0
         for outcome in self.join.consume(Direction.LOAD):
             load = self._settle_load(outcome, now)
+            num_tokens += load.num_tokens
             is_usable = outcome.is_ok and not load.is_stale
             (loaded if is_usable or load.state.is_finished else failed).append(load)
-        return Settled(tuple(loaded), tuple(failed), tuple(published))
+        if num_tokens:
+            busy = self.join.busy_seconds(Direction.LOAD)
+            slowest_bytes = num_tokens * max(self.options.page_bytes) // self.options.page_size
+            self.costs.copied(slowest_bytes, busy - self._copy_seconds)
+            self._copy_seconds = busy
+        return loaded, failed
 
     def _settle_load(self, outcome: Outcome, now: float) -> RunningLoad:
         load = self.loads.settle(outcome, now)
-        page_size, mode = self.options.page_size, "async" if load.is_async else "sync"
-        num_bytes = load.num_tokens * self._bytes_per_page // page_size
-        self.metrics.count("loaded_bytes", num_bytes, mode)
-        busy = self.join.busy_seconds(Direction.LOAD)
-        slowest_bytes = load.num_tokens * max(self.options.page_bytes) // page_size
-        self.costs.copied(slowest_bytes, busy - self._copy_seconds)
-        self._copy_seconds = busy
+        num_bytes = load.num_tokens * self._bytes_per_page // self.options.page_size
+        self.metrics.count("loaded_bytes", num_bytes, "async" if load.is_async else "sync")
         state = load.state
         if not outcome.is_ok:
             # The same pages would fail again: this request computes the rest itself.
@@ -290,7 +318,7 @@ class Planner:
         if load.is_async and not state.is_finished and (load.is_stale or not outcome.is_ok):
             self._failed_requests.append(state.request_id)
             self.preempt(state)
-        if state.is_finished:
+        if state.is_finished and state.load is None:
             self.ledger.close(state.request_id, "aborted")
         return load
 
@@ -337,7 +365,7 @@ class Planner:
         self.saves.forget()
         self.loads.forget()
         for state in requests:
-            state.is_outdated = bool(state.block_ids) or state.load is not None
+            state.is_outdated = state.is_admitted or bool(state.block_ids)
         if self.prefetcher is not None:
             self.prefetcher.forget()
         if self.persists is not None:
@@ -347,22 +375,29 @@ class Planner:
         self.metrics.count("resets")
 
     def update_gauges(self) -> None:
-        """Set all gauges to the present state."""
-        gauge = self.metrics.gauge
-        gauge("host_slots_used", self.host.slots.num_used)
-        gauge("host_slots_pinned", self.host.num_pinned)
-        gauge("device_blocks_held", self.saves.num_held_blocks)
-        gauge("operations_running", self.saves.num_running, "save")
-        gauge("operations_running", self.loads.num_running, "load")
-        if self.prefetcher is not None and self.persists is not None:
-            gauge("operations_running", self.prefetcher.num_querying, "exists")
-            gauge("operations_running", self.prefetcher.num_reading, "fetch")
-            gauge("operations_running", self.persists.num_running, "persist")
+        """Set all gauges to the present state. Called every step: most change nothing."""
+        prefetcher, persists = self.prefetcher, self.persists
+        state = (
+            self.host.slots.num_used,
+            self.host.num_pinned,
+            self.saves.num_held_blocks,
+            self.saves.num_running,
+            self.loads.num_running,
+            prefetcher.num_querying if prefetcher is not None else 0,
+            prefetcher.num_reading if prefetcher is not None else 0,
+            persists.num_running if persists is not None else 0,
+        )
+        if state == self._gauged:
+            return
+        self._gauged = state
+        for (name, label), value in zip(_GAUGES, state, strict=True):
+            self.metrics.gauge(name, value, label)
 
     def take_fetched(self) -> list[HostPage]:
         """Pages from storage that became visible since the last call."""
         pages = self.prefetcher.take_published() if self.prefetcher is not None else []
-        self.metrics.count("fetched_bytes", len(pages) * self._bytes_per_page)
+        if pages:
+            self.metrics.count("fetched_bytes", len(pages) * self._bytes_per_page)
         return pages
 
     def take_persisted(self) -> list[HostPage]:

@@ -51,7 +51,9 @@ class Fetch:
 
     first_page: int
     hashes: list[bytes]
+    parent_hash: bytes | None
     anchor: HostPage | None
+    """The page before the first, pinned until the fetch ends."""
     namespace: str
     tokens: TokenSource
     """Of the request that asked first; names the pages in events."""
@@ -64,7 +66,7 @@ class Fetch:
     slots: list[int] = field(default_factory=list)
     read: WorldAnswer | None = None
     pages: list[HostPage] = field(default_factory=list)
-    """Published pages, pinned while a request waits for them."""
+    """Pages of this fetch that are in host, pinned while a request waits for them."""
     num_published: int = 0
     num_waiting: int = 0
     read_at: float = 0.0
@@ -114,6 +116,7 @@ class Prefetcher:
         self._by_query: dict[int, Fetch] = {}
         self._by_read: dict[int, Fetch] = {}
         self._by_page: dict[bytes, Fetch] = {}
+        self._awaited: set[Fetch] = set()
         self._num_slots = 0
         self._published: list[HostPage] = []
         self._namespace = ""
@@ -130,6 +133,29 @@ class Prefetcher:
     def num_slots(self) -> int:
         """Host slots that fetches own: neither published nor freed."""
         return self._num_slots
+
+    @property
+    def num_awaited(self) -> int:
+        """Fetches, running or ended, whose result some request has not taken yet."""
+        return len(self._awaited)
+
+    def slots(self) -> list[int]:
+        """The host slots that fetches own."""
+        fetches = self._by_read.values()
+        return [slot for fetch in fetches for slot in fetch.slots[fetch.num_published :]]
+
+    def pinned_pages(self) -> list[HostPage]:
+        """Pages that fetches keep in host, one entry a pin."""
+        anchors = [
+            fetch.anchor
+            for fetch in (*self._by_query.values(), *self._by_read.values())
+            if fetch.anchor is not None
+        ]
+        return anchors + [page for fetch in self._awaited for page in fetch.pages]
+
+    def linked_fetches(self) -> list[Fetch]:
+        """Fetches that a newcomer would join, one entry a page."""
+        return list(self._by_page.values())
 
     def take_published(self) -> list[HostPage]:
         """Pages that became visible since the last call."""
@@ -154,6 +180,7 @@ class Prefetcher:
         if fetch is not None:
             fetch.num_waiting += 1
             state.fetch = fetch
+            self._awaited.add(fetch)
 
     def leave(self, state: RequestState) -> None:
         """The request was admitted or has ended. The last one to leave stops the fetch."""
@@ -163,12 +190,14 @@ class Prefetcher:
         fetch.num_waiting -= 1
         if fetch.num_waiting:
             return
-        self._host.unpin(fetch.pages)
-        fetch.pages = []
+        self._awaited.discard(fetch)
+        self._unpin_pages(fetch)
         if fetch.is_running:
             self._link.broadcast(Cancel(fetch.op or fetch.query_op))
             if fetch.stage is FetchStage.QUERYING:
                 self._end(fetch, "cancelled")
+            else:
+                self._unlink(fetch, fetch.hashes)  # it may end short: nobody shall join it
 
     def should_wait(self, state: RequestState, num_local_tokens: int, now: float) -> bool:
         """Whether the lookup of this request shall be asked again later."""
@@ -202,16 +231,16 @@ class Prefetcher:
         fetch = self._by_read.get(event.op)
         if fetch is None or fetch.read is None:
             return False
-        if isinstance(event, FetchProgress):
-            fetch.read.advance(worker_id, event.num_pages)
-        elif isinstance(event, FetchSettled):
-            fetch.read.advance(worker_id, event.num_pages)
-            fetch.read.settle(worker_id, event.reason)
-        else:
+        known = True
+        if isinstance(event, FetchReleased):
             fetch.read.settle(worker_id, "cancelled")
             fetch.read.released.add(worker_id)
+        else:
+            known = fetch.read.advance(worker_id, event.num_pages)
+            if isinstance(event, FetchSettled):
+                fetch.read.settle(worker_id, event.reason)
         self._advance(fetch, now)
-        return True
+        return known
 
     def lose_worker(self, worker_id: int, now: float) -> None:
         """A storage process died: its part of every fetch ends here."""
@@ -219,18 +248,20 @@ class Prefetcher:
             self._end(fetch, "unavailable")
         for fetch in list(self._by_read.values()):
             if fetch.read is not None:
-                fetch.read.lose(worker_id)
+                fetch.read.settle(worker_id, "unavailable")
                 self._advance(fetch, now)
 
     def regain_worker(self, worker_id: int, now: float) -> None:
         """Its successor said hello: nobody writes to the old slots any more."""
         for fetch in list(self._by_read.values()):
-            if fetch.read is not None and fetch.read.settled[worker_id] is not None:
+            if fetch.read is not None:
                 fetch.read.released.add(worker_id)
                 self._advance(fetch, now)
 
     def forget(self) -> None:
         """Reset: nothing that is being fetched may become visible."""
+        for fetch in self._awaited:
+            self._unpin_pages(fetch)
         for fetch in [*self._by_query.values(), *self._by_read.values()]:
             fetch.is_stale = True
             if fetch.is_running:
@@ -249,10 +280,12 @@ class Prefetcher:
         if not self._link.broadcast(message, query) or query.is_settled:
             self._metrics.count("fetch_ended", 1, "unavailable")
             return None
-        anchor = self._host.index.get(hashes[first - 1]) if first else None
+        parent_hash = hashes[first - 1] if first else None
+        anchor = self._host.index.get(parent_hash) if parent_hash is not None else None
         fetch = Fetch(
             first_page=first,
             hashes=wanted,
+            parent_hash=parent_hash,
             anchor=anchor,
             namespace=self._namespace,
             tokens=tokens,
@@ -270,7 +303,8 @@ class Prefetcher:
         fetch = self._by_query.get(event.op)
         if fetch is None:
             return False
-        fetch.query.advance(worker_id, event.num_leading)
+        if not fetch.query.advance(worker_id, event.num_leading):
+            return False
         fetch.query.settle(worker_id, "missing" if event.ok else event.reason or "unavailable")
         if fetch.query.is_settled:
             del self._by_query[event.op]
@@ -278,7 +312,7 @@ class Prefetcher:
         return True
 
     def _read(self, fetch: Fetch, now: float) -> None:
-        found = fetch.query.agreed
+        found = min(fetch.query.agreed, len(fetch.hashes))
         if found * self._page_size < max(self._policy.min_tokens, 1):
             self._end(fetch, fetch.query.reason if found == 0 else "missing")
             return
@@ -287,8 +321,7 @@ class Prefetcher:
         if not slots:
             self._end(fetch, "host_full")
             return
-        for page_hash in fetch.hashes[len(slots) :]:
-            self._unlink(page_hash, fetch)
+        self._unlink(fetch, fetch.hashes[len(slots) :])
         fetch.hashes = fetch.hashes[: len(slots)]
         op = self._link.next_number()
         message = FetchMessage(
@@ -328,15 +361,19 @@ class Prefetcher:
             return
         while fetch.num_published < agreed:
             i = fetch.num_published
-            parent = fetch.hashes[i - 1] if i else (fetch.anchor and fetch.anchor.page_hash)
-            page = self._host.publish(fetch.hashes[i], parent or None, fetch.slots[i])
+            page_hash = fetch.hashes[i]
+            parent_hash = fetch.hashes[i - 1] if i else fetch.parent_hash
+            page = self._host.publish(page_hash, parent_hash, fetch.slots[i])
             fetch.num_published += 1
             self._num_slots -= 1
+            if page is not None:
+                page.origin = Tier.STORAGE
+                page.note = fetch.tokens.note(fetch.first_page + i)
+                self._published.append(page)
+            else:
+                page = self._host.index.get(page_hash)  # saved meanwhile, or its parent has left
             if page is None:
                 continue
-            page.origin = Tier.STORAGE
-            page.note = fetch.tokens.note(fetch.first_page + i)
-            self._published.append(page)
             page.is_persisted = True
             if fetch.num_waiting:
                 self._host.pin([page])
@@ -348,10 +385,14 @@ class Prefetcher:
         if fetch.anchor is not None:
             self._host.unpin([fetch.anchor])
             fetch.anchor = None
-        for page_hash in fetch.hashes:
-            self._unlink(page_hash, fetch)
+        self._unlink(fetch, fetch.hashes)
         self._metrics.count("fetch_ended", 1, reason)
 
-    def _unlink(self, page_hash: bytes, fetch: Fetch) -> None:
-        if self._by_page.get(page_hash) is fetch:
-            del self._by_page[page_hash]
+    def _unlink(self, fetch: Fetch, hashes: list[bytes]) -> None:
+        for page_hash in hashes:
+            if self._by_page.get(page_hash) is fetch:
+                del self._by_page[page_hash]
+
+    def _unpin_pages(self, fetch: Fetch) -> None:
+        self._host.unpin(fetch.pages)
+        fetch.pages = []

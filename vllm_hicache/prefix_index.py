@@ -28,6 +28,8 @@ class HostPage:
     is_persisted: bool = False
     is_persisting: bool = False
     is_present: bool = True
+    is_queued: bool = False
+    """Whether the eviction queue has an entry of it; it has one at most."""
     note: object = field(default=None, repr=False)
     """What events say of this page; None unless events are published."""
 

@@ -17,6 +17,9 @@ class WorkerProgress:
     loads_done: int = 0
     failed_saves: tuple[int, ...] = ()
     failed_loads: tuple[int, ...] = ()
+    saves_in_doubt: int = 0
+    """Failures up to this number may be missing from ``failed_saves``."""
+    loads_in_doubt: int = 0
     save_busy_s: float = 0.0
     load_busy_s: float = 0.0
 
@@ -25,6 +28,12 @@ class WorkerProgress:
 
     def failed(self, direction: Direction) -> tuple[int, ...]:
         return self.failed_saves if direction is Direction.SAVE else self.failed_loads
+
+    def in_doubt(self, direction: Direction) -> int:
+        return self.saves_in_doubt if direction is Direction.SAVE else self.loads_in_doubt
+
+    def busy_s(self, direction: Direction) -> float:
+        return self.save_busy_s if direction is Direction.SAVE else self.load_busy_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,9 @@ class _Lane:
     """One direction of the join."""
 
     done: list[int]
+    busy_s: list[float]
     consumed: int = 0
+    in_doubt: int = 0
     failed: set[int] = field(default_factory=set)
 
 
@@ -62,22 +73,28 @@ class ProgressJoin:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.num_ignored = 0
-        self._lanes = {direction: _Lane([0] * world_size) for direction in Direction}
-        self._busy = [WorkerProgress()] * world_size
+        self._lanes = {
+            direction: _Lane([0] * world_size, [0.0] * world_size) for direction in Direction
+        }
+        self._latest: list[WorkerProgress | None] = [None] * world_size
 
     def update(self, worker_id: int, progress: WorkerProgress) -> None:
         """Take over a worker's counters. Older or unknown ones are ignored and counted."""
         if not 0 <= worker_id < self.world_size:
             self.num_ignored += 1
             return
+        if progress is self._latest[worker_id]:
+            return
+        self._latest[worker_id] = progress
         for direction, lane in self._lanes.items():
             done = progress.done(direction)
             if done < lane.done[worker_id]:
                 self.num_ignored += 1
                 continue
             lane.done[worker_id] = done
+            lane.busy_s[worker_id] = progress.busy_s(direction)
+            lane.in_doubt = max(lane.in_doubt, progress.in_doubt(direction))
             lane.failed.update(op for op in progress.failed(direction) if op > lane.consumed)
-        self._busy[worker_id] = progress
 
     def consume(self, direction: Direction) -> list[Outcome]:
         """Operations that every worker has finished and that were not consumed before."""
@@ -86,7 +103,7 @@ class ProgressJoin:
         if agreed <= lane.consumed:
             return []
         outcomes = [
-            Outcome(direction, op_id, op_id not in lane.failed)
+            Outcome(direction, op_id, op_id > lane.in_doubt and op_id not in lane.failed)
             for op_id in range(lane.consumed + 1, agreed + 1)
         ]
         lane.failed = {op_id for op_id in lane.failed if op_id > agreed}
@@ -98,9 +115,7 @@ class ProgressJoin:
 
     def busy_seconds(self, direction: Direction) -> float:
         """Copy time of the slowest worker so far."""
-        if direction is Direction.SAVE:
-            return max(progress.save_busy_s for progress in self._busy)
-        return max(progress.load_busy_s for progress in self._busy)
+        return max(self._lanes[direction].busy_s)
 
     def slowest_worker(self, direction: Direction) -> int:
         done = self._lanes[direction].done

@@ -26,6 +26,9 @@ BOARD_BYTES = 4096
 MAGIC = 0x3144524F42434948  # "HICBORD1"
 RING = 128
 _WORD = struct.Struct("<Q")
+_WORDS = struct.Struct("<15Q")
+"""Everything up to the rings, read in the order of its addresses: counters before failures."""
+_SAVES, _LOADS = slice(8, 11), slice(12, 15)
 _COUNTERS = {Direction.SAVE: 64, Direction.LOAD: 96}
 _RINGS = {Direction.SAVE: 1024, Direction.LOAD: 2048}
 
@@ -57,7 +60,7 @@ class ProgressBoard:
         self._put(base, op_id)
 
     def read(self) -> WorkerProgress:
-        return _read(self._map)
+        return _read(self._map, _WORDS.unpack_from(self._map, 0))
 
     def close(self) -> None:
         self._map.close()
@@ -76,6 +79,8 @@ class BoardReader:
 
     def __init__(self, board: mmap.mmap) -> None:
         self._map = board
+        self._words: tuple[int, ...] = ()
+        self._progress = WorkerProgress()
 
     @classmethod
     def open(cls, path: str, token: int) -> "BoardReader | None":
@@ -96,36 +101,38 @@ class BoardReader:
         return cls(board)
 
     def read(self) -> WorkerProgress:
-        return _read(self._map)
+        """The worker's progress; the same object as long as nothing is new."""
+        words = _WORDS.unpack_from(self._map, 0)
+        if words != self._words:
+            self._words, self._progress = words, _read(self._map, words)
+        return self._progress
 
     def close(self) -> None:
         self._map.close()
 
 
-def _read(board: mmap.mmap) -> WorkerProgress:
-    def word(offset: int) -> int:
-        value: int = _WORD.unpack_from(board, offset)[0]
-        return value
+def _read(board: mmap.mmap, words: tuple[int, ...]) -> WorkerProgress:
+    """``words`` are the counters, read before; the failures that they cover are on the board."""
 
-    def failed(direction: Direction) -> tuple[int, ...]:
-        failures = word(_COUNTERS[direction] + 8)
+    def failed(direction: Direction, failures: int) -> tuple[tuple[int, ...], int]:
         if not failures:
-            return ()
-        ring = _RINGS[direction]
-        numbers = [word(ring + 8 * i) for i in range(min(failures, RING))]
-        if failures <= RING:
-            return tuple(numbers)
-        # Older failures were overwritten. The join drops numbers that it has consumed; of the
-        # others, every operation older than the oldest failure kept is in doubt.
-        return tuple(range(max(1, min(numbers) - RING), min(numbers))) + tuple(numbers)
+            return (), 0
+        numbers = struct.unpack_from(f"<{min(failures, RING)}Q", board, _RINGS[direction])
+        # Once the ring has gone round, failures older than the oldest kept may be forgotten.
+        (failures,) = _WORD.unpack_from(board, _COUNTERS[direction] + 8)
+        return numbers, min(numbers) - 1 if failures >= RING else 0
 
-    saves_done = word(_COUNTERS[Direction.SAVE])
-    loads_done = word(_COUNTERS[Direction.LOAD])
+    saves_done, num_failed_saves, save_busy_ns = words[_SAVES]
+    loads_done, num_failed_loads, load_busy_ns = words[_LOADS]
+    failed_saves, saves_in_doubt = failed(Direction.SAVE, num_failed_saves)
+    failed_loads, loads_in_doubt = failed(Direction.LOAD, num_failed_loads)
     return WorkerProgress(
         saves_done=saves_done,
         loads_done=loads_done,
-        failed_saves=failed(Direction.SAVE),
-        failed_loads=failed(Direction.LOAD),
-        save_busy_s=word(_COUNTERS[Direction.SAVE] + 16) / 1e9,
-        load_busy_s=word(_COUNTERS[Direction.LOAD] + 16) / 1e9,
+        failed_saves=failed_saves,
+        failed_loads=failed_loads,
+        saves_in_doubt=saves_in_doubt,
+        loads_in_doubt=loads_in_doubt,
+        save_busy_s=save_busy_ns / 1e9,
+        load_busy_s=load_busy_ns / 1e9,
     )

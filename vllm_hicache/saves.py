@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
+from vllm_hicache.loads import RunningLoad
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import CopyList, CopyOp, copy_list
 from vllm_hicache.prefix_index import HostPage
@@ -26,6 +28,8 @@ class _Save:
     block_ids: tuple[int, ...]
     copies: CopyList
     notes: tuple[object, ...]
+    doubts: tuple[RunningLoad, ...]
+    """Loads that its bytes were computed on top of and that were not acknowledged then."""
     started_at: float
     is_stale: bool = False
     """A reset came between: the bytes belong to a cache that is gone."""
@@ -71,15 +75,33 @@ class Saves:
         """Host slots that saves own."""
         return sum(len(save.slots) for save in self._all())
 
+    def slots(self) -> list[int]:
+        """The host slots that saves own."""
+        return [slot for save in self._all() for slot in save.slots]
+
+    def num_lost_pages_in_flight(self) -> int:
+        """Pages that count as on their way although no save is; always 0."""
+        running = set(self._all())
+        return sum(save not in running for save in self._in_flight.values())
+
     def _all(self) -> list[_Save]:
         return [*self._planned, *self._running.values()]
 
-    def collect(self, state: RequestState, num_tokens: int, now: float) -> None:
+    def collect(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        now: float,
+        doubts: tuple[RunningLoad, ...] = (),
+    ) -> None:
         """Plan saves for the whole pages among the first ``num_tokens`` that host lacks.
 
         Their KV is on the device once this step's forward is done, and the blocks are
-        allocated. O(new pages).
+        allocated. Where it was computed on top of ``doubts``, it is used only if all of them
+        turn out well. O(new pages).
         """
+        if any(load.is_ok is False for load in doubts):
+            return  # vLLM has not taken the tokens back yet
         last = min(num_tokens, len(state.block_ids) * self._block_size) // self._page_size
         if last <= state.num_saved_pages:
             return
@@ -88,23 +110,28 @@ class Saves:
             return
         hashes = state.tokens.page_hashes(last)
         first = self._host.index.match(hashes, last)
-        if first:
-            page = self._host.index.get(hashes[first - 1])
-            if page is not None:
-                self._host.touch(page)
+        if first and not state.num_saved_pages:
+            self._host.touch(self._host.index.pages_of(hashes[first - 1 : first])[0])
         while first < last and hashes[first] in self._in_flight:
             first += 1
         state.num_saved_pages = last
         while first < last:
             stop = min(first + MAX_PAGES_PER_SAVE, last)
-            saved = self._plan(state, first, stop, now)
+            saved = self._plan(state, first, stop, now, doubts)
             first += saved
             if first < stop:
                 skipped = (last - first) * self._page_size
                 self._metrics.count("save_skipped_tokens", skipped, "host_full")
                 break
 
-    def _plan(self, state: RequestState, first: int, stop: int, now: float) -> int:
+    def _plan(
+        self,
+        state: RequestState,
+        first: int,
+        stop: int,
+        now: float,
+        doubts: tuple[RunningLoad, ...],
+    ) -> int:
         hashes = tuple(state.tokens.page_hashes(stop)[first:stop])
         parent_hash = state.tokens.page_hashes(stop)[first - 1] if first else None
         parent = self._host.index.get(parent_hash) if parent_hash is not None else None
@@ -133,6 +160,7 @@ class Saves:
             block_ids=tuple(block_ids),
             copies=copies,
             notes=tuple(state.tokens.note(first + i) for i in range(len(slots))),
+            doubts=doubts,
             started_at=now,
         )
         self._blocks.hold(save.block_ids)
@@ -155,11 +183,19 @@ class Saves:
             self._release(save)
             self._give_up(save, "reset")
 
+    def can_settle(self, op_id: int) -> bool:
+        """Whether it is known what this finished save's bytes are worth."""
+        save = self._running.get(op_id)
+        return save is None or all(load.is_ok is not None for load in save.doubts)
+
     def settle(self, outcome: Outcome, now: float) -> list[HostPage]:
         """Every worker has finished this save: blocks go back, pages become visible."""
-        save = self._running.pop(outcome.op_id)
+        save = self._running.pop(outcome.op_id, None)
+        if save is None:
+            raise InvariantBroken(f"save {outcome.op_id} is reported, but it is not running")
         self._release(save)
-        if save.is_stale or not outcome.is_ok:
+        is_sound = outcome.is_ok and all(load.is_ok for load in save.doubts)
+        if save.is_stale or not is_sound:
             self._give_up(save, "reset" if save.is_stale else "copy_failed")
             self._metrics.count("copy_failures", int(not outcome.is_ok))
             return []

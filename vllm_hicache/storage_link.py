@@ -57,17 +57,19 @@ class WorldAnswer:
         shortest = self.progress.index(min(self.progress))
         return self.settled[shortest] or "cancelled"
 
-    def advance(self, worker_id: int, pages: int) -> None:
+    def advance(self, worker_id: int, pages: int) -> bool:
+        """Note progress; False after the worker's final number, which nothing changes."""
+        if self.settled[worker_id] is not None:
+            return False
         self.progress[worker_id] = max(self.progress[worker_id], pages)
+        return True
 
-    def settle(self, worker_id: int, reason: str) -> None:
-        if self.settled[worker_id] is None:
-            self.settled[worker_id] = reason
-
-    def lose(self, worker_id: int) -> None:
-        """The worker's process is gone: nothing more will come from it, and what it was writing
-        is in doubt until its successor says hello."""
-        self.settle(worker_id, "unavailable")
+    def settle(self, worker_id: int, reason: str) -> bool:
+        """The worker's progress is final; False where it was before."""
+        if self.settled[worker_id] is not None:
+            return False
+        self.settled[worker_id] = reason
+        return True
 
 
 class StorageLink:
@@ -77,7 +79,8 @@ class StorageLink:
         self.world_size = world_size
         self._channels = channels
         self._numbers = count(1)
-        self._up: dict[int, str] = {}
+        self._up: set[int] = set()
+        self._incarnations: dict[int, str] = {}
 
     @property
     def is_up(self) -> bool:
@@ -85,8 +88,8 @@ class StorageLink:
         return len(self._up) == self.world_size
 
     def incarnation(self, worker_id: int) -> str:
-        """Which process of this worker speaks; "" while none does."""
-        return self._up.get(worker_id, "")
+        """Which process of this worker spoke last; "" before the first one."""
+        return self._incarnations.get(worker_id, "")
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -106,10 +109,22 @@ class StorageLink:
         return True
 
     def poll(self) -> Iterator[tuple[int, Event | ChannelUp | ChannelDown]]:
-        """What arrived. Ups and downs are noted here and passed on."""
-        for worker_id, event in self._channels.poll():
+        """What arrived. Ups and downs are noted here and passed on.
+
+        A process that died and came back within one batch takes messages already, while its
+        predecessor's operations are not given up yet. It counts as away until the caller has
+        seen both, or an operation sent to it would be taken for its predecessor's.
+        """
+        events = self._channels.poll()
+        last_down = {
+            worker_id: i
+            for i, (worker_id, event) in enumerate(events)
+            if isinstance(event, ChannelDown)
+        }
+        self._up -= last_down.keys()
+        for i, (worker_id, event) in enumerate(events):
             if isinstance(event, ChannelUp):
-                self._up[worker_id] = str(event.incarnation)
-            elif isinstance(event, ChannelDown):
-                self._up.pop(worker_id, None)
+                self._incarnations[worker_id] = str(event.incarnation)
+                if i > last_down.get(worker_id, -1):
+                    self._up.add(worker_id)
             yield worker_id, event
