@@ -120,7 +120,8 @@ class UsageFile:
     """
 
     def __init__(self, root: Path) -> None:
-        self._path = root / FILE_NAME
+        self._root = root
+        self._path = str(root / FILE_NAME)
         self._thread_lock = threading.Lock()
         self._fd = -1
         self._is_closed = False
@@ -167,7 +168,7 @@ class UsageFile:
             if self._is_closed:
                 raise BackendUnavailable("storage folder is closed", backend="file")
             if self._fd < 0:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 self._fd = os.open(self._path, flags, 0o600)
             self._lock_by(deadline)
@@ -192,7 +193,7 @@ class UsageFile:
 
     def _is_current(self) -> bool:
         try:
-            named = self._path.stat()
+            named = os.stat(self._path)
         except FileNotFoundError:
             return False
         return os.path.samestat(named, os.fstat(self._fd))
