@@ -278,7 +278,7 @@ class SchedulerSide:
 
     def _collect_saves(self, output: "SchedulerOutput", now: float) -> None:
         page_size = self._config.page_size
-        requests, planner = self._requests, self.planner
+        requests, planner, counts_ahead = self._requests, self.planner, self._counts_ahead
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None:
@@ -287,11 +287,11 @@ class SchedulerSide:
             # Tokens that this step's forward has computed for certain: known ids only, without
             # those that wait for a sampled token, and one step late where drafts may be rejected.
             computed = request.num_computed_tokens - request.num_output_placeholders
-            if not self._counts_ahead:
+            if not counts_ahead:
                 computed += num_scheduled
-            certain = min(computed, request.num_tokens)
-            if certain >= (state.num_saved_pages + 1) * page_size:
-                planner.collect_saves(state, certain, now)
+            # Nearly always false: nothing else is looked at for a request that adds no page.
+            if computed >= (state.num_saved_pages + 1) * page_size:
+                planner.collect_saves(state, min(computed, request.num_tokens), now)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         report = output.kv_connector_worker_meta
