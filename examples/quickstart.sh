@@ -34,8 +34,8 @@ clean_up() {
     local status=$?
     trap - EXIT
     if [ "$status" -ne 0 ] && [ -n "$SERVER" ]; then
-        printf '\nend of the server log:\n' >&2
-        tail -n 40 "$LOG" >&2
+        printf '\nfrom the server log, its errors and its end:\n' >&2
+        { grep -E "[A-Za-z](Error|Exception): " "$LOG" | head -n 10; tail -n 15 "$LOG"; } >&2 || true
     fi
     stop_server
     # The storage process finishes its queued writes before it goes.
@@ -76,7 +76,7 @@ CONNECTOR='{
         "host_memory": "'${HOST_MEMORY:-512MiB}'",
         "storage": "file://'$WORK/storage'",
         "page_size": 64,
-        "min_object_bytes": 0,
+        "min_object_bytes": 1,
         "prefetch_policy": "wait_complete"
     }
 }'
