@@ -54,7 +54,7 @@ class CopyEngine:
             )
             for direction, copy in ((Direction.SAVE, copier.save), (Direction.LOAD, copier.load))
         }
-        if device.type == "cpu":
+        if device.type == "cpu" and torch.get_num_threads() > 1:
             # The lanes run torch on one core each, and torch takes the last setting of any thread
             # as the default of new threads. This gives new threads the caller's setting again.
             torch.set_num_threads(torch.get_num_threads())
@@ -182,7 +182,7 @@ class _Lane:
         return is_running or self._is_done(op_id)
 
     def _serve(self) -> None:
-        if self._stream is None:
+        if self._stream is None and torch.get_num_threads() > 1:
             # One core a lane: a team of threads would fight with the forward's for every core.
             torch.set_num_threads(1)
         self._is_ready.set()
