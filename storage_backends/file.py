@@ -168,9 +168,9 @@ class FileBackend:
 
     def _prepare(self, _batch: Batch[bool]) -> bool:
         """Create the folder and its usage file; False when the store is read-only."""
-        if self._root.exists() and not self._root.is_dir():
-            raise ConfigError(f"storage path {self._root} must be a directory, and is not")
         try:
+            if self._root.exists() and not self._root.is_dir():
+                raise ConfigError(f"storage path {self._root} must be a directory, and is not")
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._space.usage.locked(time.monotonic() + self._timeout_s / 2):
                 pass

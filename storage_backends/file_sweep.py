@@ -69,14 +69,18 @@ class Sweeper:
         self._limit = 16 * _MIN_CANDIDATES
         self._wanted = threading.Event()
         self._swept = threading.Condition()
+        self._is_started = False
         self._is_stopped = False
         self._thread = threading.Thread(target=self._work, name="hicache-sweep", daemon=True)
         self.num_sweeps = 0
 
     def start(self) -> None:
-        """Start the thread; its first sweep begins at once."""
+        """Start the thread unless it was started; its first sweep begins at once."""
         self._wanted.set()
-        self._thread.start()
+        with self._swept:
+            if not self._is_started:
+                self._is_started = True
+                self._thread.start()
 
     @property
     def is_running(self) -> bool:
@@ -90,7 +94,7 @@ class Sweeper:
 
     def wait_for_next(self, num_seen: int, deadline: float) -> bool:
         """Ask for a sweep and wait until more than `num_seen` are done; False at the deadline."""
-        self._wanted.set()
+        self.start()
         with self._swept:
             return self._swept.wait_for(
                 lambda: self.num_sweeps > num_seen, timeout=max(0.0, deadline - time.monotonic())

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vllm_hicache.errors import BackendTimeout, BackendUnavailable, HiCacheError
 
@@ -102,7 +102,7 @@ class IoThreads:
         self._name = name
         self._num_threads = num_threads
         self._hung_after_s = hung_after_s
-        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
+        self._queue: SimpleQueue[Batch[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
         self._is_closed = False
@@ -166,7 +166,7 @@ class IoThreads:
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
 
-    def _enqueue(self, batch: Batch, num_jobs: int) -> None:
+    def _enqueue(self, batch: Batch[T], num_jobs: int) -> None:
         for _ in range(num_jobs):
             self._queue.put(batch)
         with self._lock:
@@ -174,7 +174,7 @@ class IoThreads:
             for _ in range(min(num_jobs, self._num_threads - num_live)):
                 self._start_worker()
 
-    async def _leave(self, batch: Batch, *, uses_buffers: bool) -> bool:
+    async def _leave(self, batch: Batch[T], *, uses_buffers: bool) -> bool:
         """Return when the batch no longer uses its buffers; say whether cancelled until then."""
         is_cancelled = False
         batch.abandon()

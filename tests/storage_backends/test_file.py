@@ -204,6 +204,34 @@ async def test_eviction_survives_objects_removed_by_others(tmp_path):
         assert outcomes == [WriteOutcome.STORED] * 10
 
 
+async def test_folder_that_cannot_be_made_is_unavailable_and_may_be_tried_again(tmp_path):
+    obstacle = tmp_path / "obstacle"
+    obstacle.write_text("")
+    backend = FileBackend(obstacle / "store")
+    with pytest.raises(BackendUnavailable, match="Not a directory"):
+        await backend.open()
+    obstacle.unlink()
+    await backend.open()
+    assert await backend.write([object_write(1, 10)]) == [WriteOutcome.STORED]
+    await backend.close()
+
+
+async def test_folder_that_becomes_writable_is_written_to(tmp_path):
+    async with opened(tmp_path) as other:
+        await other.write([object_write(1, 100)])
+    usage = tmp_path / ".hicache-usage"
+    usage.unlink()
+    usage.mkdir()  # in the way, for root too
+    async with opened(tmp_path) as backend:
+        await assert_reads_back(backend, object_write(1, 100))
+        with pytest.raises(BackendUnavailable, match="Is a directory"):
+            await backend.write([object_write(2, 100)])
+        usage.rmdir()
+        assert await backend.write([object_write(2, 100)]) == [WriteOutcome.STORED]
+        assert backend.stats()["used_bytes_now"] == 2 * 8192
+        assert temporary_files(tmp_path) == []
+
+
 async def test_regular_file_as_root_is_a_configuration_error(tmp_path):
     path = tmp_path / "store"
     path.write_text("")
