@@ -1,0 +1,328 @@
+"""A real vLLM engine whose scheduler lives in this process: asked, stepped, inspected and ended.
+
+Workers live here too (one of them), or in processes of their own (TP, PP). One at a time.
+"""
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.planner import Planner
+from vllm_hicache.tiers import SlotOwner
+
+PAGE = 64
+BLOCK = 32
+VOCABULARY = 256
+HEADER_BYTES = 4096
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+OPTIONS: Mapping[str, object] = {"host_memory": "96MiB", "page_size": PAGE}
+STORAGE_OPTIONS: Mapping[str, object] = {
+    "min_object_bytes": 1,
+    "prefetch_policy": "wait_complete",
+    "prefetch_min_tokens": 1,
+}
+"""Options of the connector under which every page is stored and waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Chosen tokens, the log-probabilities of the best three at each place, vLLM's cached count."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+
+    @property
+    def said(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        return self.tokens, self.logprobs
+
+
+def prompt_of(seed: object, num_tokens: int) -> list[int]:
+    """Token ids that share no page with those of another seed."""
+    source = random.Random(str(seed))
+    return [source.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+def device_hit(num_tokens: int, block: int = BLOCK) -> int:
+    """What vLLM's own cache gives: whole blocks, and one token at least is computed."""
+    return (num_tokens - 1) // block * block
+
+
+def restored_hit(num_tokens: int, page: int = PAGE, block: int = BLOCK) -> int:
+    """What host or storage gives: whole pages, within the same limit."""
+    granule = max(page, block)
+    return min(num_tokens // granule * granule, device_hit(num_tokens, block))
+
+
+def assert_same(some: Sequence[Answer], others: Sequence[Answer], within: float = 0.0) -> None:
+    """Tokens equal, log-probabilities equal or at most ``within`` apart.
+
+    Restored and device hits compute the same chunks, so that they are equal bit for bit; a cold
+    answer comes of other chunks and differs by rounding.
+    """
+    assert [answer.tokens for answer in some] == [answer.tokens for answer in others]
+    assert largest_difference(some, others) <= within
+
+
+def largest_difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
+    pairs = zip(some, others, strict=True)
+    return max(
+        (
+            abs(one - other)
+            for a, b in pairs
+            for one, other in zip(a.logprobs, b.logprobs, strict=True)
+        ),
+        default=0.0,
+    )
+
+
+class Engine:
+    """One engine with the connector. ``extra`` are options of ours, the others are vLLM's."""
+
+    def __init__(
+        self,
+        model: Path,
+        storage: Path | None = None,
+        *,
+        extra: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        stored = {"storage": f"file://{storage}", **STORAGE_OPTIONS} if storage else {}
+        settings: dict[str, Any] = {
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "block_size": BLOCK,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(
+            model=str(model),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="HiCacheConnector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={**OPTIONS, **stored, **(extra or {})},
+            ),
+            **(settings | options),
+        )
+        self.first_free_blocks = self.free_blocks
+
+    # Inside --------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def side(self) -> Any:
+        return self.scheduler.connector.scheduler_side
+
+    @property
+    def planner(self) -> Planner:
+        return self.side.planner
+
+    @property
+    def worker_side(self) -> Any:
+        """Of the worker in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker_side
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def page_bytes(self) -> int:
+        """Of all workers together."""
+        return sum(self.planner.options.page_bytes)
+
+    def device_bytes(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Contents of device blocks, layer by layer."""
+        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
+        caches = executor.driver_worker.worker.model_runner.kv_caches
+        return [
+            cache[block_id].contiguous().numpy().tobytes()
+            for cache in caches
+            for block_id in block_ids
+        ]
+
+    # Questions -----------------------------------------------------------------------------------
+
+    def ask(
+        self, prompts: Sequence[Any], *, max_tokens: int = 8, lora: Any = None, **params: Any
+    ) -> list[Answer]:
+        """Answers of all prompts at once; a prompt is a list of token ids or vLLM's dictionary."""
+        outputs = self.generate(prompts, max_tokens=max_tokens, lora=lora, **params)
+        return [answer_of(output, output.outputs[0]) for output in outputs]
+
+    def generate(
+        self, prompts: Sequence[Any], *, max_tokens: int = 8, lora: Any = None, **params: Any
+    ) -> list[Any]:
+        asked = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
+        settings = sampling(max_tokens=max_tokens, **params)
+        return self.llm.generate(asked, settings, lora_request=lora, use_tqdm=False)
+
+    def ask_each(self, prompts: Sequence[Any], **params: Any) -> list[Answer]:
+        """One prompt after the other, so that the chunks do not depend on the neighbours."""
+        return [self.ask([prompt], **params)[0] for prompt in prompts]
+
+    def add(self, request_id: str, prompt: Any, *, max_tokens: int = 8, **params: Any) -> str:
+        """Queue a request without running a step; vLLM's own id of it, as ``abort`` wants it."""
+        asked = prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+        settings = sampling(max_tokens=max_tokens, **params)
+        return self.llm.llm_engine.add_request(request_id, asked, settings)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.llm.llm_engine.abort_request(list(request_ids), internal=True)
+
+    def step(self) -> list[Any]:
+        return self.llm.llm_engine.step()
+
+    def reset_device(self) -> None:
+        """Drop vLLM's own prefix cache, as ``POST /reset_prefix_cache`` does."""
+        assert self.llm.reset_prefix_cache()
+
+    # Rest ----------------------------------------------------------------------------------------
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Step until nothing runs: no request, no copy, no fetch, no persist."""
+        deadline = time.monotonic() + timeout_s
+        while self._is_active():
+            assert time.monotonic() < deadline, f"not idle in {timeout_s} s: {self.running()}"
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                time.sleep(0.001)
+
+    def poll_storage(self) -> None:
+        """Take what storage processes said, as every step does."""
+        self.side._settle_storage()
+
+    def _is_active(self) -> bool:
+        self.poll_storage()
+        return self.scheduler.has_requests() or any(self.running().values())
+
+    def running(self) -> dict[str, int]:
+        planner = self.planner
+        running = {"saves": planner.saves.num_running, "loads": planner.loads.num_running}
+        if planner.prefetcher is not None and planner.persists is not None:
+            running["queries"] = planner.prefetcher.num_querying
+            running["fetches"] = planner.prefetcher.num_reading
+            running["persists"] = planner.persists.num_running
+        return running
+
+    def assert_idle_and_clean(self) -> None:
+        """Nothing of any request is left: no block, pin, slot, operation or ledger entry."""
+        self.settle()
+        assert self.problems() == []
+
+    def problems(self) -> list[str]:
+        planner, problems = self.planner, []
+        blocks = self.side._blocks
+        expected = {
+            "free device blocks": (self.free_blocks, self.first_free_blocks),
+            "held device blocks": (blocks.num_held, 0),
+            "pinned host pages": (planner.host.num_pinned, 0),
+            "slots of operations": (planner.host.slots.count(SlotOwner.OPERATION), 0),
+            "used slots": (planner.host.slots.num_used, len(planner.host.index)),
+            "requests of the connector": (len(self.side._requests), 0),
+            "requests of vLLM": (len(self.scheduler.requests), 0),
+        }
+        problems += [f"{k}: {a}, expected {b}" for k, (a, b) in expected.items() if a != b]
+        try:
+            planner.ledger.balance()
+        except InvariantBroken as error:
+            problems.append(str(error))
+        return problems
+
+    # Numbers -------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        """The connector's own totals since the engine's start."""
+        return dict(self.side.metrics.totals())
+
+    def published(self) -> dict[str, float]:
+        """Counters as Prometheus shows them: vLLM's own and ours. All of vLLM's labels kept but
+        those that name the engine."""
+        found = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                labels = {k: v for k, v in metric.labels.items() if k not in _ENGINE_LABELS}
+                inner = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+                found[f"{metric.name}{{{inner}}}" if inner else metric.name] = metric.value
+        return found
+
+    def wait_for(self, counter: str, value: float, timeout_s: float = 10.0) -> None:
+        """Storage processes tell their totals once a second."""
+        deadline = time.monotonic() + timeout_s
+        while self.counters()[counter] < value and time.monotonic() < deadline:
+            self.poll_storage()
+            time.sleep(0.01)
+        assert self.counters()[counter] == value
+
+    def stop(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+_ENGINE_LABELS = ("engine", "model_name")
+
+
+def sampling(**params: Any) -> Any:
+    """Greedy, with log-probabilities, to the last token, unless told otherwise."""
+    from vllm import SamplingParams
+
+    defaults = {"temperature": 0, "logprobs": 3, "detokenize": False, "ignore_eos": True}
+    return SamplingParams(**(defaults | params))
+
+
+def answer_of(request: Any, output: Any) -> Answer:
+    places = output.logprobs or []
+    return Answer(
+        tokens=tuple(output.token_ids),
+        logprobs=tuple(entry.logprob for place in places for _, entry in sorted(place.items())),
+        cached=request.num_cached_tokens or 0,
+    )
+
+
+def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {key: value - before.get(key, 0.0) for key, value in after.items()}
+
+
+@contextmanager
+def running(model: Path, storage: Path | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine that is stopped, whatever happened."""
+    saved = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    engine = Engine(model, storage, **options)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def step_until(engine: Engine, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        engine.step()

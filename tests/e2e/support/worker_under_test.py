@@ -1,0 +1,42 @@
+"""Worker class of engines under test: starts pipeline stages on the CPU, corrupts loads on demand.
+
+Found by name in worker processes through PYTHONPATH; ``HICACHE_`` names belong to the product.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from copy_spy import with_flipped_signs
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_hicache.kernels.reference import PageCopier
+
+ORIGINAL_LOAD = PageCopier.load
+FLIP_LOADS = "UNDER_TEST_FLIP_LOADS"
+
+
+class WorkerUnderTest(CPUWorker):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's CPU worker skips the warm-up that makes these buffers of a later stage."""
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+        if os.environ.get(FLIP_LOADS):
+            flip_all_loads()
+
+
+def flip_all_loads() -> None:
+    """From now on every load of this process brings its numbers with the wrong sign."""
+    if PageCopier.load is ORIGINAL_LOAD:  # twice would be right again
+        PageCopier.load = load_flipped
+
+
+def load_flipped(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
+    ORIGINAL_LOAD(copier, *with_flipped_signs(copy_list, host))
