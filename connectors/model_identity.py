@@ -104,8 +104,9 @@ def lora_identity(lora_request: LoRARequest) -> bytes:
     """32 bytes that name the content of an adapter's files, wherever they lie.
 
     The files are read once, whole (0.1 s for 150 MB); later calls compare names, times and sizes.
-    An adapter without local files, or whose files changed under the running engine (vLLM may or
-    may not have loaded the new ones), gets bytes that no other process will ever use.
+    An adapter without local files gets bytes that no other process will ever use; one whose files
+    changed under the running engine gets new bytes at every call, since vLLM may load the new
+    files at any moment and does not tell.
     """
     return _adapters.identity(lora_request)
 
@@ -246,30 +247,40 @@ _Stamp: TypeAlias = tuple[tuple[str, int, int], ...]  # name, mtime_ns, size of 
 
 
 class _Adapters:
-    """Adapters seen by this process. What vLLM loaded first is what a name stands for."""
+    """Adapters seen by this process. What vLLM loaded first is what a folder stands for."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}  # path of a request -> folder
-        self._known: dict[str, tuple[_Stamp, bytes]] = {}  # folder -> its files, identity
+        self._known: dict[str, tuple[_Stamp, bytes]] = {}  # folder -> its first files, identity
+        self._changed: set[str] = set()
 
     def identity(self, request: LoRARequest) -> bytes:
         folder = self._folders.get(request.lora_path)
         if folder is None:
             folder = self._folders[request.lora_path] = _adapter_folder(request.lora_path)
-        known = self._known.get(folder)
         try:
             stamp = _stamp(folder)
-            if known is not None and known[0] == stamp:
-                return known[1]
-            is_proven = known is None and bool(stamp)
-            identity = _content(folder, stamp) if is_proven else secrets.token_bytes(32)
+            if folder not in self._known:
+                self._known[folder] = (stamp, _first_identity(folder, stamp))
         except OSError as error:
             logger.warning("adapter %s cannot be read: %s", folder, error)
-            stamp, is_proven, identity = (), False, secrets.token_bytes(32)
-        if not is_proven:
-            logger.warning("KV of adapter %s is not shared with other engines", request.lora_path)
-        self._known[folder] = (stamp, identity)
-        return identity
+            return secrets.token_bytes(32)
+        first_stamp, identity = self._known[folder]
+        if stamp != first_stamp and folder not in self._changed:
+            logger.warning(
+                "the files of adapter %s have changed: its KV is not kept any more, since vLLM "
+                "may use the old weights or the new ones; load new weights from a new path",
+                request.lora_path,
+            )
+            self._changed.add(folder)
+        return secrets.token_bytes(32) if folder in self._changed else identity
+
+
+def _first_identity(folder: str, stamp: _Stamp) -> bytes:
+    if stamp:
+        return _content(folder, stamp)
+    logger.warning("adapter %s has no local files: its KV is not shared", folder)
+    return secrets.token_bytes(32)
 
 
 def _adapter_folder(path: str) -> str:

@@ -363,7 +363,9 @@ def test_adapter_that_changes_under_the_engine_is_shared_with_nobody(tmp_path):
     os.utime(file, ns=(1, 1))
     changed = lora_identity(_request(a))
     assert changed not in {first, lora_identity(_request(b))}
-    assert lora_identity(_request(a)) == changed
+    # vLLM may load the new files between any two requests.
+    assert lora_identity(_request(a)) != changed
+    assert lora_identity(_request(a)) != first
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "org/adapter-that-nobody-has", "not a name"])
