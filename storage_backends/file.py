@@ -51,6 +51,9 @@ _NAMES_PER_JOB = 64
 _QUESTION_THREADS = 4  # exists and delete do not queue behind reads and writes
 _TOUCH_AFTER_S = 60.0
 _FIRST_SWEEP_S = 4.0
+_HUNG_AFTER_S = (
+    0.5  # a thread in a system call for longer is replaced; sound disks take milliseconds
+)
 _CLOSE_S = 1.0
 _LOG_EVERY_S = 60.0
 
@@ -91,9 +94,10 @@ class FileBackend:
         self._space = FolderSpace(
             root, self._counters, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes
         )
-        self._readers = IoThreads("read", read_threads, hung_after_s=operation_timeout_s)
-        self._writers = IoThreads("write", write_threads, hung_after_s=operation_timeout_s)
-        self._askers = IoThreads("ask", _QUESTION_THREADS, hung_after_s=operation_timeout_s)
+        hung_after_s = min(_HUNG_AFTER_S, operation_timeout_s)
+        self._readers = IoThreads("read", read_threads, hung_after_s=hung_after_s)
+        self._writers = IoThreads("write", write_threads, hung_after_s=hung_after_s)
+        self._askers = IoThreads("ask", _QUESTION_THREADS, hung_after_s=hung_after_s)
         self._last_logged: dict[tuple[str, int | None], float] = {}
 
     async def open(self) -> None:

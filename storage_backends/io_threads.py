@@ -129,8 +129,9 @@ class IoThreads:
             return []
         batch = Batch(jobs)
         self._enqueue(batch, len(jobs))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            await asyncio.wait({batch.released}, timeout=timeout_s)
+            await self._wait(batch, deadline)
         except asyncio.CancelledError:
             await self._leave(batch, uses_buffers=uses_buffers)
             raise
@@ -143,6 +144,17 @@ class IoThreads:
         if batch.error is not None:
             raise batch.error
         return [batch.results[index] for index in range(len(jobs))]
+
+    async def _wait(self, batch: Batch[T], deadline: float | None) -> None:
+        """Wait in rounds: the jobs of this call may stand behind hung ones of another."""
+        while not batch.released.done():
+            left_s = self._hung_after_s
+            if deadline is not None:
+                left_s = min(left_s, deadline - time.monotonic())
+            if left_s <= 0:
+                return
+            await asyncio.wait({batch.released}, timeout=left_s)
+            self._replace_hung()
 
     def oldest_running_s(self) -> float:
         """Seconds for which the longest running job has run; 0.0 when idle."""

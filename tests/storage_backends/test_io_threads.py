@@ -55,6 +55,18 @@ async def test_deadline_does_not_return_while_a_job_runs(threads):
         await call
 
 
+async def test_call_behind_hung_threads_gets_a_new_thread_long_before_any_deadline(threads):
+    hung = [Hung(), Hung()]
+    stuck = asyncio.ensure_future(threads.run(hung, timeout_s=60))
+    await started(*hung)
+    began = time.monotonic()
+    assert await threads.run([lambda _batch: "read"], timeout_s=60) == ["read"]
+    assert time.monotonic() - began < 10
+    for job in hung:
+        job.go.set()
+    await stuck
+
+
 async def test_deadline_returns_at_once_when_no_buffers_are_used(threads):
     hung = Hung()
     with pytest.raises(BackendTimeout):
