@@ -1,6 +1,7 @@
 """What every run shares: environment, installed package, result log, one engine run at a time."""
 
 import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -42,11 +43,13 @@ def tiny_llama() -> Callable[..., Path]:
     Options are those of ``examples/tiny_model.py``, such as ``num_layers=5``.
     """
 
+    script = ROOT / "examples" / "tiny_model.py"
+    edition = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
+
     def write(**options: int) -> Path:
         label = "-".join(f"{key}{value}" for key, value in sorted(options.items())) or "default"
-        folder = CACHE / "models" / f"llama-{label}"
+        folder = CACHE / "models" / edition / f"llama-{label}"
         arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        script = ROOT / "examples" / "tiny_model.py"
         subprocess.run([sys.executable, script, folder, *arguments], check=True)
         return folder
 
