@@ -29,6 +29,12 @@ class PoolReferences:
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(block_ids))
         self.num_held -= len(block_ids)
 
+    def forget_cached(self) -> None:
+        """Take every block out of vLLM's prefix cache; who holds a block keeps it."""
+        if self.pool is None:
+            raise RuntimeError("vLLM has not bound its block pool yet")
+        self.pool.evict_blocks(set(range(len(self.pool.blocks))))
+
 
 def drain_before_reset(manager: "KVCacheManager", drain: Callable[[], None]) -> None:
     """Call ``drain`` before every reset of vLLM's prefix cache.

@@ -95,6 +95,12 @@ class Loads:
         ago: what a forward computes on top of them may be garbage."""
         return tuple(load for load in self._in_doubt if not load.block_ids.isdisjoint(block_ids))
 
+    @property
+    def has_failed_lately(self) -> bool:
+        """Whether a synchronous load failed a few steps ago. vLLM offers its blocks, and those
+        computed on top of it, to others from the step on in which it allocates them."""
+        return any(load.is_ok is False for load in self._in_doubt)
+
     def begin(
         self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
     ) -> RunningLoad:

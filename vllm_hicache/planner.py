@@ -102,6 +102,7 @@ class Planner:
         self.ledger = Ledger(metrics)
         self.costs = CostModel()
         self.join = ProgressJoin(len(options.page_bytes))
+        self._blocks = blocks
         self.host = HostTier(options.num_host_slots, options.eviction, on_evict)
         sizes = {"page_size": options.page_size, "block_size": options.block_size}
         self.saves = Saves(self.host, blocks, metrics, **sizes)
@@ -152,6 +153,7 @@ class Planner:
         Idempotent: vLLM repeats it every step until the request gets blocks.
         """
         state.num_local_tokens, state.num_offered_tokens = num_local_tokens, 0
+        state.is_outdated = False  # who is looked up holds no blocks
         answer = self._match(state, num_local_tokens, now)
         if answer.num_tokens is None:
             self.metrics.count("deferred_lookups")
@@ -239,7 +241,6 @@ class Planner:
         state.block_ids = []
         state.num_saved_pages = 0
         state.is_admitted = False
-        state.is_outdated = False
 
     def finish(self, state: RequestState) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
@@ -255,6 +256,8 @@ class Planner:
         """Everything that was decided since the last step, numbered."""
         self._deferred_blocks = 0
         self._was_busy = is_busy
+        if self.loads.has_failed_lately:
+            self._blocks.forget_cached()
         sync_loads, loads = self.loads.take_planned()
         failed, self._failed_requests = tuple(self._failed_requests), []
         return StepPlan(
@@ -318,6 +321,7 @@ class Planner:
         if load.is_async and not state.is_finished and (load.is_stale or not outcome.is_ok):
             self._failed_requests.append(state.request_id)
             self.preempt(state)
+            state.is_outdated = True  # until vLLM hears of it, it takes the blocks for filled
         if state.is_finished and state.load is None:
             self.ledger.close(state.request_id, "aborted")
         return load
@@ -365,7 +369,7 @@ class Planner:
         self.saves.forget()
         self.loads.forget()
         for state in requests:
-            state.is_outdated = state.is_admitted or bool(state.block_ids)
+            state.is_outdated |= state.is_admitted or bool(state.block_ids)
         if self.prefetcher is not None:
             self.prefetcher.forget()
         if self.persists is not None:

@@ -34,6 +34,9 @@ class DeviceBlocks(Protocol):
     def release(self, block_ids: Sequence[int]) -> None:
         """Give references back, in reverse chain order so that a prefix outlives its tail."""
 
+    def forget_cached(self) -> None:
+        """Take every block out of the prefix cache; who holds a block keeps it."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -62,7 +65,7 @@ class RequestState:
     load: "RunningLoad | None" = None
     is_admitted: bool = False
     is_outdated: bool = False
-    """A reset came while it held blocks: their KV may be of other weights and is not saved."""
+    """A reset came while it held blocks, or its load failed: their KV is not saved."""
     is_finished: bool = False
 
     @property

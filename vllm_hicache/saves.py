@@ -79,10 +79,19 @@ class Saves:
         """The host slots that saves own."""
         return [slot for save in self._all() for slot in save.slots]
 
-    def num_lost_pages_in_flight(self) -> int:
-        """Pages that count as on their way although no save is; always 0."""
+    def held_blocks(self) -> list[int]:
+        """Device blocks that saves read, one entry a reference."""
+        return [block_id for save in self._all() for block_id in save.block_ids]
+
+    @property
+    def num_pages_in_flight(self) -> int:
+        """Pages that nobody saves again because they are on their way."""
+        return len(self._in_flight)
+
+    def lost_pages(self) -> list[bytes]:
+        """Pages that count as on their way although no save has them; there are none."""
         running = set(self._all())
-        return sum(save not in running for save in self._in_flight.values())
+        return [page for page, save in self._in_flight.items() if save not in running]
 
     def _all(self) -> list[_Save]:
         return [*self._planned, *self._running.values()]
