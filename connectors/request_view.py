@@ -61,5 +61,8 @@ def page_extras(request: "Request", page_size: int) -> list[PageExtra]:
             stop = min(start + page_size, request.num_prompt_tokens)
             digest = sha256(str(embeds.dtype).encode())
             digest.update(tensor_data(embeds[start:stop]))
+            if request.prompt_is_token_ids is not None:
+                # Which places are tokens: behind an embedding, too, vLLM shows us token id 0.
+                digest.update(bytes(request.prompt_is_token_ids[start:stop]))
             extras.append(PageExtra(start, stop, b"embeds:" + digest.digest()))
     return extras

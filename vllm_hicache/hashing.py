@@ -37,7 +37,8 @@ def chain_root(*, cache_salt: str | None = None, lora: bytes | None = None) -> b
     >>> chain_root().hex()[:16], chain_root(cache_salt="").hex()[:16]
     ('4fc495437d688399', '4ef80e2669609d14')
     """
-    salt = None if cache_salt is None else cache_salt.encode()
+    # A client may send half of a surrogate pair: a key like any other, never an error.
+    salt = None if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
     parts = [b"hicache-root-1"]
     for part in (salt, lora):
         parts += _LENGTH.pack(part is not None, len(part or b"")), part or b""
