@@ -29,7 +29,7 @@ MAX_DIFFERENCE = 1e-4  # of log-probabilities that another chunking of the promp
 
 @pytest.fixture(scope="module")
 def live(tiny_llama, tmp_path_factory):
-    """A server whose loads are asynchronous and whose resets keep storage, and its first metrics."""
+    """A server with asynchronous loads whose resets keep storage, and its first metrics."""
     extra = {"log_interval_s": 1, "sync_load_max_ms": 0, "fixed_weights": True}
     options = ["--enable-server-load-tracking"]
     with serving(tiny_llama(), tmp_path_factory.mktemp("live"), extra, options=options) as server:
@@ -254,7 +254,8 @@ def test_an_idle_engine_does_not_step_and_holds_no_block(server):
     for seed in range(50, 54):
         server.complete(prompt_of(seed, 8 * PAGE))
     time.sleep(1.0)
-    pids = [server.engine_pid(), *server.storage_pids()]
+    (storage,) = server.storage_pids()
+    pids = [server.engine_pid(), storage]
     started = time.monotonic()
     before = sum(map(cpu_seconds, pids))
     time.sleep(3.0)

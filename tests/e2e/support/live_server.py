@@ -1,4 +1,4 @@
-"""A real `vllm serve` on the CPU with the connector: started, asked, measured and ended by tests."""
+"""A real `vllm serve` on the CPU with the connector: started, asked, measured, ended by tests."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_hicache.storage_backends import file_names
 from vllm_hicache.testing import FaultFile
 
 START_TIMEOUT_S = 240.0
@@ -91,14 +93,17 @@ class LiveServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._seen: set[int] = set()
+        self._mark = f"LIVE_SERVER={uuid.uuid4().hex}".encode()
+        name, _, mark = self._mark.decode().partition("=")
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "NO_PROXY": "127.0.0.1"}
+        environment |= {name: mark, **(env or {})}
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment | dict(env or {}),
+                env=environment,
                 cwd="/",
                 start_new_session=True,
             )
@@ -111,7 +116,7 @@ class LiveServer:
             assert self.process.poll() is None, f"the server ended:\n{self.log()[-6000:]}"
             assert time.monotonic() < deadline, f"the server does not start:\n{self.log()[-6000:]}"
             time.sleep(0.2)
-        self.descendants()
+        self.processes()
         return self
 
     def _is_healthy(self) -> bool:
@@ -119,32 +124,31 @@ class LiveServer:
             return True
         return False
 
-    def descendants(self) -> dict[int, str]:
+    def processes(self) -> dict[int, str]:
         """Processes of this server that are alive, with their command lines.
 
-        Whoever was seen once is followed by its id also after its parent is gone.
+        Descendants, and whoever inherited the mark in its environment: storage processes are
+        nobody's descendants. Who was seen once is followed by its id.
         """
         family = {self.process.pid} | self._seen
         parents = parents_by_pid()
+        family |= {pid for pid in parents if self._mark in environment_of(pid)}
         while found := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= found
         self._seen |= family
         return {pid: command_line(pid) for pid in sorted(family) if is_alive(pid)}
 
     def storage_pids(self) -> list[int]:
-        return [
-            pid
-            for pid, line in self.descendants().items()
-            if "vllm_hicache.storage_process" in line
-        ]
+        module = "vllm_hicache.storage_process"
+        return [pid for pid, line in self.processes().items() if module in line]
 
     def engine_pid(self) -> int:
         """The process with the scheduler; vLLM names it after its task."""
-        return next(p for p, line in self.descendants().items() if "VLLM::EngineCore" in line)
+        return next(p for p, line in self.processes().items() if "VLLM::EngineCore" in line)
 
     def terminate(self, timeout_s: float = 60.0) -> float:
         """SIGTERM, as an orchestrator sends it; seconds until no process is left."""
-        self.descendants()
+        self.processes()
         started = time.monotonic()
         self.process.terminate()
         self.wait_until_gone(timeout_s)
@@ -152,13 +156,13 @@ class LiveServer:
 
     def wait_until_gone(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None or self.descendants():
-            assert time.monotonic() < deadline, f"still there: {self.descendants()}"
+        while self.process.poll() is None or self.processes():
+            assert time.monotonic() < deadline, f"still there: {self.processes()}"
             time.sleep(0.02)
 
     def kill(self) -> None:
         """SIGKILL to every process at once, as when a machine or container goes down."""
-        for pid in self.descendants():
+        for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -267,7 +271,12 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 def stored_files(folder: Path) -> list[Path]:
     """Objects in the store of a server."""
-    return [p for p in (folder / "store").rglob("*_L*") if p.is_file() and p.parent.name != "tmp"]
+    return [path for path in (folder / "store").rglob("*") if file_names.is_object(path.name)]
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    """What writers of the store have not finished."""
+    return [path for path in (folder / "store").rglob("*") if file_names.is_temporary(path.name)]
 
 
 def free_port() -> int:
@@ -301,6 +310,14 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def environment_of(pid: int) -> bytes:
+    """What its environment was when it started; vLLM overwrites its own with a title."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -314,6 +331,13 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None
         time.sleep(0.05)
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+def unused_shared_memory() -> set[str]:
+    """Names in /dev/shm that no living process has mapped: what somebody left behind."""
+    used = set()
+    for pid in parents_by_pid():
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, found, name = line.partition("/dev/shm/")
+                if found:
+                    used.add(name.partition("/")[0].removesuffix(" (deleted)"))
+    return set(os.listdir("/dev/shm")) - used
