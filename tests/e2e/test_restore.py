@@ -1,7 +1,8 @@
 """Cold, device, host and file answers are the same, on every topology, and counted the same.
 
 Each topology is one child process with two engines, one after the other, on one folder. The
-first loads synchronously where it can, the second asynchronously only.
+first loads synchronously where it can, the second asynchronously only. The smallest run of TP2xPP2
+has one engine and drops its host pages instead: eight starts of workers take too long for a push.
 """
 
 import json
@@ -41,6 +42,14 @@ LIVES = (
 )
 
 
+ONE_LIFE = (
+    {
+        "extra": {**SYNC, "fixed_weights": True},
+        "phases": ["cold", "device", "reset:host", "drop:file"],
+    },
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How many workers, what they are asked, and how many objects make one page."""
@@ -51,6 +60,7 @@ class Topology:
     partition: str = ""
     lengths: Sequence[int] = LENGTHS
     pair: Sequence[int] = PAIR
+    lives: Sequence[Mapping[str, object]] = LIVES
 
     @property
     def options(self) -> dict[str, object]:
@@ -63,7 +73,7 @@ TOPOLOGIES = {
     "tp1": Topology(1, 1, 2),
     "tp2": Topology(2, 1, 2, lengths=(PAGE - 1, PAGE + 1, 600)),
     "pp2-uneven": Topology(1, 2, 4, "3,1", lengths=(PAGE, 600)),
-    "tp2-pp2-small": Topology(2, 2, 4, lengths=(PAGE + 1, 300), pair=()),
+    "tp2-pp2-small": Topology(2, 2, 4, lengths=(PAGE + 1, 300), pair=(), lives=ONE_LIFE),
     "tp2-all": Topology(2, 1, 2),
     "pp2-all": Topology(1, 2, 4),
     "pp2-uneven-all": Topology(1, 2, 4, "3,1"),
@@ -113,6 +123,10 @@ class Run:
         return [*self.topology.lengths, *self.topology.pair]
 
     @property
+    def restored_phases(self) -> list[str]:
+        return [name for name in self.phases if name not in ("cold", "device")]
+
+    @property
     def restored(self) -> list[int]:
         return [restored_hit(length) for length in self.prompt_lengths]
 
@@ -126,7 +140,7 @@ def run_child(
         "options": topology.options,
         "lengths": topology.lengths,
         "pair": topology.pair,
-        "lives": LIVES,
+        "lives": topology.lives,
     }
     path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
@@ -165,7 +179,7 @@ def run(
 
 
 def test_restored_answers_equal_those_of_a_device_hit_bit_for_bit(run: Run) -> None:
-    for name in ("host", "file", "host again"):
+    for name in run.restored_phases:
         # A prompt below one page has nothing in host: all of it is computed, as when cold.
         expected = [
             run.phases["device" if length >= PAGE else "cold"].answers[i]
@@ -176,14 +190,14 @@ def test_restored_answers_equal_those_of_a_device_hit_bit_for_bit(run: Run) -> N
 
 def test_restored_answers_equal_cold_ones(run: Run) -> None:
     cold = run.phases["cold"]
-    for name in ("device", "host", "file", "host again"):
+    for name in ("device", *run.restored_phases):
         assert_same(run.phases[name].all_answers, cold.all_answers, COLD_TOLERANCE)
 
 
 def test_vllm_says_of_each_prompt_how_much_was_cached(run: Run) -> None:
     assert run.phases["cold"].cached == [0] * len(run.prompt_lengths)
     assert run.phases["device"].cached == [device_hit(length) for length in run.prompt_lengths]
-    for name in ("host", "file", "host again"):
+    for name in run.restored_phases:
         assert run.phases[name].cached == run.restored
 
 
@@ -192,13 +206,15 @@ def test_the_expected_tokens_came_from_each_tier(run: Run) -> None:
     served = {
         name: tuple(phase.counters[key] for key in ours) for name, phase in run.phases.items()
     }
-    assert served == {
+    expected = {
         "cold": (0, 0),
         "device": (0, 0),
         "host": (total, 0),
         "file": (0, total),
         "host again": (total, 0),
     }
+    assert served == {name: expected[name] for name in run.phases}
+    assert {"host", "file"} <= served.keys()
 
 
 def test_vllm_and_prometheus_count_the_same_tokens_by_tier(run: Run) -> None:
@@ -234,11 +250,12 @@ def test_the_bytes_read_from_storage_are_those_of_the_pages(run: Run) -> None:
 def test_loads_are_synchronous_and_asynchronous_as_told_and_all_are_counted(run: Run) -> None:
     page_bytes = sum(run.page_bytes)
     alone = sum(restored_hit(length) for length in run.topology.lengths)
+    sync_phases = ("host", "file") if run.topology.lives is ONE_LIFE else ("host",)
     for name, phase in run.phases.items():
         sync, later = (phase.counters[f"loaded_bytes/{mode}"] for mode in ("sync", "async"))
         served = sum(phase.counters[f"served_tokens/{tier}"] for tier in ("host", "storage"))
         assert sync + later == served * page_bytes // PAGE, name
-        if name == "host":
+        if name in sync_phases:
             # The second of a pair is not waited for: it would stand in line.
             first = restored_hit(run.topology.pair[0]) if run.topology.pair else 0
             assert sync == (alone + first) * page_bytes // PAGE

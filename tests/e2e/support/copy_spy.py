@@ -24,11 +24,28 @@ class CopySpy:
     """Loads bring the numbers with the wrong sign."""
     num_to_fail: dict[Direction, int] = field(default_factory=dict)
     """So many of the next copies raise, after they have written garbage."""
-    gate: threading.Event = field(default_factory=threading.Event)
-    """Copies wait while it is clear."""
+    gates: dict[Direction, threading.Event] = field(
+        default_factory=lambda: {direction: threading.Event() for direction in Direction}
+    )
+    """Copies of a direction wait while its gate is clear."""
 
     def __post_init__(self) -> None:
-        self.gate.set()
+        self.open()
+
+    def open(self) -> None:
+        for gate in self.gates.values():
+            gate.set()
+
+    def close(self, direction: Direction) -> None:
+        self.gates[direction].clear()
+
+    def forget(self) -> None:
+        """As if nothing had been told or seen."""
+        self.open()
+        self.records.clear()
+        self.delay_s.clear()
+        self.num_to_fail.clear()
+        self.flips_loads = False
 
     def copied(self, direction: Direction) -> list[np.ndarray]:
         return [rows for way, rows in self.records if way is direction]
@@ -36,7 +53,7 @@ class CopySpy:
     def before(self, direction: Direction, rows: np.ndarray) -> bool:
         """Wait as told; whether this copy shall fail."""
         self.records.append((direction, rows.copy()))
-        self.gate.wait()
+        self.gates[direction].wait()
         time.sleep(self.delay_s.get(direction, 0.0))
         left = self.num_to_fail.get(direction, 0)
         self.num_to_fail[direction] = max(0, left - 1)
@@ -67,7 +84,7 @@ def spying() -> Iterator[CopySpy]:
     try:
         yield spy
     finally:
-        spy.gate.set()
+        spy.open()
         PageCopier.load, PageCopier.save = load, save
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.audit import audit
 from vllm_hicache.planner import Planner
 from vllm_hicache.tiers import SlotOwner
 
@@ -196,6 +196,10 @@ class Engine:
         """Drop vLLM's own prefix cache, as ``POST /reset_prefix_cache`` does."""
         assert self.llm.reset_prefix_cache()
 
+    def reset_all(self) -> None:
+        """Drop vLLM's prefix cache and the connector's."""
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+
     # Rest ----------------------------------------------------------------------------------------
 
     def settle(self, timeout_s: float = 60.0) -> None:
@@ -231,8 +235,8 @@ class Engine:
         assert self.problems() == []
 
     def problems(self) -> list[str]:
-        planner, problems = self.planner, []
-        blocks = self.side._blocks
+        planner, blocks = self.planner, self.side._blocks
+        problems = audit(planner, is_idle=True, num_held_blocks=blocks.num_held)
         expected = {
             "free device blocks": (self.free_blocks, self.first_free_blocks),
             "held device blocks": (blocks.num_held, 0),
@@ -242,12 +246,8 @@ class Engine:
             "requests of the connector": (len(self.side._requests), 0),
             "requests of vLLM": (len(self.scheduler.requests), 0),
         }
-        problems += [f"{k}: {a}, expected {b}" for k, (a, b) in expected.items() if a != b]
-        try:
-            planner.ledger.balance()
-        except InvariantBroken as error:
-            problems.append(str(error))
-        return problems
+        differing = [f"{k}: {a}, expected {b}" for k, (a, b) in expected.items() if a != b]
+        return problems + differing
 
     # Numbers -------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 `python -P restore_child.py SPECIFICATION RESULT`: JSON with ``model``, ``storage``, ``options``
 (vLLM's), ``lengths``, ``pair`` and ``lives``: what each engine, one after the other, is asked.
-A phase is ``NAME``, or ``reset:NAME`` to drop vLLM's own cache before it.
+A phase is ``NAME``, or ``reset:NAME`` to drop vLLM's own cache before it, or ``drop:NAME`` to
+drop host pages too.
 """
 
 import json
@@ -70,9 +71,12 @@ def run_life(specification: Mapping[str, Any], life: Mapping[str, Any]) -> dict[
     with running(Path(specification["model"]), storage, extra=life["extra"], **options) as engine:
         phases = []
         for phase in life["phases"]:
-            if phase.startswith("reset:"):
+            before, _, name = phase.rpartition(":")
+            if before == "reset":
                 engine.reset_device()
-            phases.append(run_phase(engine, phase.removeprefix("reset:"), specification))
+            elif before == "drop":
+                engine.reset_all()
+            phases.append(run_phase(engine, name, specification))
         return {
             "phases": phases,
             "problems": engine.problems(),

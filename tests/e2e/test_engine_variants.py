@@ -1,0 +1,90 @@
+"""Engines that differ from the usual: no prefix caching, other block sizes, small pages."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_in_process import PAGE, assert_same, difference, prompt_of, restored_hit, running
+
+pytestmark = pytest.mark.e2e
+COLD_TOLERANCE = 1e-4
+SERVED, FROM_STORAGE = "served_tokens/host", "served_tokens/storage"
+
+
+def test_without_prefix_caching_every_request_is_served_from_host(
+    tiny_llama: Callable[..., Path],
+) -> None:
+    prompts = [prompt_of(f"no prefix caching {n}", n) for n in (PAGE, PAGE + 1, 300)]
+    with running(tiny_llama(), enable_prefix_caching=False) as engine:
+        cold = engine.ask_each(prompts)
+        engine.settle()
+        restored = engine.ask_each(prompts)
+        before = engine.counters()
+        thrice = engine.ask([prompts[-1]] * 3)
+        engine.assert_idle_and_clean()
+        counted = difference(engine.counters(), before)
+    assert [a.cached for a in cold] == [0, 0, 0]
+    assert [a.cached for a in restored] == [restored_hit(n) for n in (PAGE, PAGE + 1, 300)]
+    assert_same(restored, cold, COLD_TOLERANCE)
+    # Nothing is shared on the device, so that each has a load of its own.
+    assert [a.cached for a in thrice] == [256] * 3
+    assert counted[SERVED] == 3 * 256
+    assert counted["loaded_bytes/sync"] + counted["loaded_bytes/async"] == 12 * engine_page_bytes()
+    assert_same(thrice, [cold[-1]] * 3, COLD_TOLERANCE)
+
+
+def engine_page_bytes() -> int:
+    """K and V of 4 layers and 2 heads of 64 numbers."""
+    return PAGE * 4 * 2 * 2 * 64 * 4
+
+
+def test_block_sizes_32_and_64_read_each_others_files(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, second = prompt_of("written by 32", 300), prompt_of("written by 64", 300)
+    with running(tiny_llama(), tmp_path / "store", block_size=32) as engine:
+        cold = engine.ask([first])
+        engine.assert_idle_and_clean()
+    with running(tiny_llama(), tmp_path / "store", block_size=64) as engine:
+        read = engine.ask([first])
+        cold_second = engine.ask([second])
+        engine.assert_idle_and_clean()
+        assert engine.counters()[FROM_STORAGE] == 256
+    with running(tiny_llama(), tmp_path / "store", block_size=32) as engine:
+        read_second = engine.ask([second])
+        engine.assert_idle_and_clean()
+        assert engine.counters()[FROM_STORAGE] == 256
+    assert [a.cached for a in (*cold, *read, *cold_second, *read_second)] == [0, 256, 0, 256]
+    assert_same(read, cold, COLD_TOLERANCE)
+    assert_same(read_second, cold_second, COLD_TOLERANCE)
+
+
+def test_pages_smaller_than_blocks_restore_whole_blocks(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    page, block = 32, 64
+    lengths = (block - 1, block, block + 1, block + page + 1, 300)
+    prompts = [prompt_of(f"small page {n}", n) for n in lengths]
+    expected = [restored_hit(n, page, block) for n in lengths]
+    assert expected == [0, 0, 64, 64, 256]
+    extra = {"page_size": page, "fixed_weights": True}
+    with running(tiny_llama(), tmp_path / "store", block_size=block, extra=extra) as engine:
+        cold = engine.ask_each(prompts)
+        hit = engine.ask_each(prompts)
+        engine.settle()
+        engine.reset_device()
+        host = engine.ask_each(prompts)
+        engine.settle()
+        before = engine.counters()
+        engine.reset_all()
+        file = engine.ask_each(prompts)
+        engine.assert_idle_and_clean()
+        counted = difference(engine.counters(), before)
+    assert [a.cached for a in hit] == expected
+    assert [a.cached for a in host] == expected
+    assert [a.cached for a in file] == expected
+    assert counted[FROM_STORAGE] == sum(expected)
+    assert counted[SERVED] == 0
+    assert_same(hit, cold, COLD_TOLERANCE)
+    assert_same(host, hit)
+    assert_same(file, hit)
