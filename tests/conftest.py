@@ -115,5 +115,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if has_engines and not session.config.option.collectonly:
         CACHE.mkdir(exist_ok=True)
         lock = (CACHE / "engines.lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.__stderr__.write("waiting for another engine run in this checkout\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         session.config.add_cleanup(lock.close)
