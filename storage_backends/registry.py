@@ -60,6 +60,17 @@ def _file(url: str, config: StorageConfig) -> StorageBackend:
     )
 
 
+def _s3(url: str, config: StorageConfig) -> StorageBackend:
+    try:
+        from vllm_hicache.storage_backends.s3 import S3Backend
+        from vllm_hicache.storage_backends.s3_client import S3Address
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"s3:// storage needs the package {error.name}: pip install 'vllm-hicache[s3]'"
+        ) from error
+    return S3Backend(S3Address.parse(url), config)
+
+
 def _plugin(url: str, config: StorageConfig) -> StorageBackend:
     """``plugin://PACKAGE.MODULE/CLASS?...``: what ``CLASS.from_url(url, config)`` returns."""
     parts = urlsplit(url)
@@ -78,4 +89,5 @@ def _plugin(url: str, config: StorageConfig) -> StorageBackend:
 _CONSTRUCTORS: dict[str, Callable[[str, StorageConfig], StorageBackend]] = {
     "file": _file,
     "plugin": _plugin,
+    "s3": _s3,
 }

@@ -30,6 +30,14 @@ class StorageConfig:
     url: str
     capacity_bytes: int | None
     min_free_bytes: int
+    part_size_bytes: int
+    encryption: str | None
+    kms_key: str | None
+    key_prefix: str
+    ttl_s: float | None
+    username: str | None
+    password: str | None
+    ca_file: str | None
     read_concurrency: int
     write_concurrency: int
     operation_timeout_s: float

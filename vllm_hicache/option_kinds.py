@@ -13,6 +13,8 @@ from vllm_hicache.host_memory import HostMemory, parse_host_memory
 from vllm_hicache.masking import MASK, mask_url
 from vllm_hicache.quantities import (
     BARE_BYTES_MIN,
+    DURATION_UNITS,
+    LONG_UNITS,
     exact_size,
     parse_bytes,
     parse_number,
@@ -20,7 +22,8 @@ from vllm_hicache.quantities import (
 )
 
 DURATION_MAX_S = 3600.0  # a larger one is taken for milliseconds
-_SECRET_BYTES = range(16, 65)  # keys of BLAKE2b are not longer
+_LIFETIME_MAX_S = 3650 * 86400.0
+_KEY_BYTES = (16, 64)  # keys of BLAKE2b are not longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,19 @@ def duration(minimum_s: float = 0.001) -> Kind:
     return Kind("duration", allowed, parse, _number)
 
 
+def lifetime() -> Kind:
+    """Seconds as a float, from one second to ten years."""
+
+    def parse(value: object) -> float:
+        seconds = parse_seconds(value, DURATION_UNITS | LONG_UNITS)
+        if not 1 <= seconds <= _LIFETIME_MAX_S:
+            raise ConfigError(f"{seconds:g} s is out of range")
+        return seconds
+
+    allowed = 'seconds from 1 as a number, or text such as "90min", "12h" or "7d"'
+    return Kind("lifetime", allowed, parse, _number)
+
+
 def milliseconds() -> Kind:
     """Milliseconds as a float; text with a unit is converted."""
 
@@ -133,17 +149,17 @@ def label() -> Kind:
     return Kind("text", "printable text of 1 to 256 characters", parse)
 
 
-def secret() -> Kind:
+def secret(min_bytes: int = _KEY_BYTES[0], max_bytes: int = _KEY_BYTES[1]) -> Kind:
     """Text that is never shown."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or not value.isprintable():
             raise ConfigError("")
-        if len(value.encode()) not in _SECRET_BYTES:
+        if not min_bytes <= len(value.encode()) <= max_bytes:
             raise ConfigError("")
         return value
 
-    allowed = f"printable text of {_SECRET_BYTES[0]} to {_SECRET_BYTES[-1]} bytes in UTF-8"
+    allowed = f"printable text of {min_bytes} to {max_bytes} bytes in UTF-8"
     return Kind("secret", allowed, parse, show=lambda _: MASK)
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from vllm_hicache import option_kinds as kinds
 from vllm_hicache.host_memory import AUTO_FRACTION, HostMemory
 from vllm_hicache.option_kinds import Kind
-from vllm_hicache.quantities import GIB, KIB
+from vllm_hicache.quantities import GIB, KIB, MIB
 
 ENV_PREFIX = "HICACHE_"
 STORAGE = "storage"
@@ -50,6 +50,8 @@ class Option:
 
 _URL = ("storage.url",)
 _FOLDER = ("storage.url=file|plugin",)
+_S3 = ("storage.url=s3|plugin",)
+_REDIS = ("storage.url=redis|rediss|redis+unix|unix|redis+cluster|rediss+cluster|plugin",)
 _TIMEOUT = ("storage.url", "prefetch_policy=timeout")
 
 _TABLE = (
@@ -230,6 +232,79 @@ _TABLE = (
         "10GiB",
         "bytes of the file system that are left free for others",
         _FOLDER,
+    ),
+    Option(
+        "storage.part_size",
+        kinds.size(),
+        16 * MIB,
+        "32MiB",
+        "larger objects are written in parts and read by ranges of this size; S3 refuses parts "
+        "below 5 MiB",
+        _S3,
+    ),
+    Option(
+        "storage.encryption",
+        kinds.choice("AES256", "aws:kms", "aws:kms:dsse"),
+        None,
+        "aws:kms",
+        "how S3 encrypts objects at rest; unset, as the bucket says",
+        _S3,
+        nullable=True,
+    ),
+    Option(
+        "storage.kms_key",
+        kinds.label(),
+        None,
+        "alias/hicache",
+        "key of AWS KMS for the encryption of objects; unset, the default one",
+        _S3,
+        nullable=True,
+    ),
+    Option(
+        "storage.key_prefix",
+        kinds.label(),
+        "hicache:",
+        "team-a:",
+        "what the keys of all objects in Redis begin with, equal for all engines that share them",
+        _REDIS,
+    ),
+    Option(
+        "storage.ttl_s",
+        kinds.lifetime(),
+        None,
+        "7d",
+        "an object goes when it was neither read nor written again for so long; unset, only when "
+        "the server needs room",
+        _REDIS,
+        nullable=True,
+    ),
+    Option(
+        "storage.username",
+        kinds.label(),
+        None,
+        "hicache",
+        "ACL user, where the URL names none; unset, the default user",
+        _REDIS,
+        nullable=True,
+    ),
+    Option(
+        "storage.password",
+        kinds.secret(1, 512),
+        None,
+        "of the user",
+        "password of the user, where the URL has none",
+        _REDIS,
+        nullable=True,
+    ),
+    Option(
+        "storage.ca_file",
+        kinds.absolute_path(),
+        None,
+        "/etc/ssl/redis-ca.pem",
+        "PEM file of the authorities that may sign the server's certificate; unset, those of the "
+        "system",
+        _REDIS,
+        nullable=True,
     ),
     Option(
         "storage.read_concurrency",

@@ -1,6 +1,7 @@
 """Sizes and durations as people write them: "8GiB", "500MB", "50ms", and back to text."""
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from vllm_hicache.errors import ConfigError
@@ -21,6 +22,7 @@ SIZE_UNITS = {
     "TiB": 1 << 40,
 }
 DURATION_UNITS = {"ms": Fraction(1, 1000), "s": Fraction(1), "min": Fraction(60)}
+LONG_UNITS = {"h": Fraction(3600), "d": Fraction(86400)}
 
 # A bare number of bytes below this is taken for a forgotten unit, as in 8 for 8 GiB.
 BARE_BYTES_MIN = MIB
@@ -75,8 +77,8 @@ def _bytes_of_text(text: str) -> int:
     raise ConfigError(f"{shown(unit)} is not a unit of size")
 
 
-def parse_seconds(value: object) -> float:
-    """Seconds of a number or of text with ``ms``, ``s`` or ``min``; never negative.
+def parse_seconds(value: object, units: Mapping[str, Fraction] = DURATION_UNITS) -> float:
+    """Seconds of a number or of text with one of ``units``; never negative.
 
     Raises ConfigError with a hint and without the option's name.
 
@@ -90,9 +92,11 @@ def parse_seconds(value: object) -> float:
         number, unit = match.groups()
         if not unit:
             raise ConfigError("write a number without quotes, or add a unit")
-        if unit not in DURATION_UNITS:
-            raise ConfigError(f"{shown(unit)} is not a unit of time; ms, s and min are")
-        return float(Fraction(number) * DURATION_UNITS[unit])
+        if unit not in units:
+            *others, last = units
+            known = f"{', '.join(others)} and {last} are"
+            raise ConfigError(f"{shown(unit)} is not a unit of time; {known}")
+        return float(Fraction(number) * units[unit])
     return parse_number(value)
 
 

@@ -12,6 +12,7 @@ import pytest
 from vllm_hicache import storage_messages as messages
 from vllm_hicache.config import StorageConfig
 from vllm_hicache.layout import LayerSpan, Shard
+from vllm_hicache.options import STORAGE_OPTIONS
 from vllm_hicache.storage_backends.envelope import CheckedStorage
 from vllm_hicache.storage_channel import ChannelUp, StorageChannels
 from vllm_hicache.storage_messages import (
@@ -51,18 +52,10 @@ def pages_of(pages) -> bytes:
 
 def storage_process_config(url: str, **options) -> StorageProcessConfig:
     """A configuration with fields of ``StorageConfig`` or of the process replaced."""
-    storage = {
+    storage = {option.field: option.default for option in STORAGE_OPTIONS} | {
         "url": url,
-        "capacity_bytes": None,
         "min_free_bytes": 0,
-        "read_concurrency": 16,
-        "write_concurrency": 8,
-        "operation_timeout_s": 10.0,
-        "connect_timeout_s": 5.0,
-        "exists_timeout_s": 0.05,
-        "write_backlog_bytes": 1 << 30,
         "shutdown_grace_s": 0.5,
-        "integrity_key": None,
     }
     storage |= {name: options.pop(name) for name in storage if name in options}
     process = {"worker_id": 0, "num_slots": NUM_SLOTS, "slot_stride": STRIDE, "shards": SHARDS}

@@ -123,7 +123,7 @@ def test_description_parses_back_to_the_same_configuration(extra):
 
 
 def test_description_names_every_option_in_effect():
-    described = _parse({"storage": URL}).describe()
+    described = _parse({"storage": "plugin://package.module/Backend"}).describe()
     assert list(described) == [*(option.name for option in TOP_OPTIONS), "storage"]
     names = [option.name.removeprefix("storage.") for option in STORAGE_OPTIONS]
     assert list(described["storage"]) == names

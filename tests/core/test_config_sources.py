@@ -10,6 +10,7 @@ from vllm_hicache.errors import ConfigError
 from vllm_hicache.options import ENV_NAMES, OPTIONS, TOP_OPTIONS
 
 URL = "file:///var/cache/hicache"
+ANY_OPTION_URL = "plugin://package.module/Backend"  # a plug-in takes every option
 
 
 def _parse(extra: dict, **env: str) -> HiCacheConfig:
@@ -151,7 +152,7 @@ def test_null_storage_of_a_stronger_source_drops_all_about_storage(yaml_file):
 def test_every_option_can_be_given_by_the_environment(name):
     option = OPTIONS[name]
     text = str(option.example).lower() if isinstance(option.example, bool) else str(option.example)
-    env = {"STORAGE": URL} if option.needs else {}
+    env = {"STORAGE": ANY_OPTION_URL} if option.needs else {}
     config = _parse({}, **env, **{option.env_name.removeprefix("HICACHE_"): text})
     owner = config.storage if "." in name else config
     assert getattr(owner, option.field) == option.kind.parse(option.example)

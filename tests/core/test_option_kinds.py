@@ -8,15 +8,26 @@ from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.options import OPTIONS
 
-URL = "file:///var/cache/hicache"
+URL = "plugin://package.module/Backend"  # a plug-in takes every option
 
 
 def _extra(name: str, value: object) -> dict:
     """Connector options in which the option is given and has an effect."""
-    table, _, bare = name.rpartition(".")
-    extra: dict = {"storage": {"url": URL}} if OPTIONS[name].needs or table else {}
-    (extra[table] if table else extra)[bare] = value
+    extra: dict = {}
+    for given, text in (*_needed(name).items(), (name, value)):
+        table, _, bare = given.rpartition(".")
+        (extra.setdefault(table, {}) if table else extra)[bare] = text
     return extra
+
+
+def _needed(name: str) -> dict[str, str]:
+    """Values of other options with which the option has an effect."""
+    needed = {"storage.url": URL} if name.startswith("storage.") else {}
+    for need in OPTIONS[name].needs:
+        other, _, choices = need.partition("=")
+        choice = choices.partition("|")[0]
+        needed[other] = choice if other != "storage.url" else f"{choice or 'file'}:///place"
+    return needed
 
 
 def _value(name: str, value: object) -> object:
@@ -48,7 +59,7 @@ def test_null_means_the_default_or_is_refused(name):
 def test_value_of_no_kind_is_refused_by_name(name, wrong):
     message = _refusal(name, wrong)
     assert message.startswith(f"{name} must be {OPTIONS[name].kind.allowed}, got ")
-    if wrong == {"a": 1} and name != "storage.integrity_key":
+    if wrong == {"a": 1} and OPTIONS[name].kind.name != "secret":
         assert message.endswith("got a table")
 
 
