@@ -33,9 +33,10 @@ stop_server() {
 clean_up() {
     local status=$?
     trap - EXIT
-    if [ "$status" -ne 0 ] && [ -n "$SERVER" ]; then
-        printf '\nfrom the server log, its errors and its end:\n' >&2
-        { grep -E "[A-Za-z](Error|Exception): " "$LOG" | head -n 10; tail -n 15 "$LOG"; } >&2 || true
+    if [ "$status" -ne 0 ] && [ -s "$LOG" ]; then
+        printf '\nfrom the server log:\n' >&2
+        grep -E "[A-Za-z](Error|Exception): |HiCache: " "$LOG" | head -n 30 >&2 || true
+        [ -z "$SERVER" ] || tail -n 15 "$LOG" >&2
     fi
     stop_server
     # The storage process finishes its queued writes before it goes.
