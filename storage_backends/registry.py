@@ -71,6 +71,16 @@ def _s3(url: str, config: StorageConfig) -> StorageBackend:
     return S3Backend(S3Address.parse(url), config)
 
 
+def _redis(url: str, config: StorageConfig) -> StorageBackend:
+    try:
+        from vllm_hicache.storage_backends.redis import RedisBackend
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Redis storage needs the package {error.name}: pip install 'vllm-hicache[redis]'"
+        ) from error
+    return RedisBackend.from_url(url, config)
+
+
 def _plugin(url: str, config: StorageConfig) -> StorageBackend:
     """``plugin://PACKAGE.MODULE/CLASS?...``: what ``CLASS.from_url(url, config)`` returns."""
     parts = urlsplit(url)
@@ -90,4 +100,10 @@ _CONSTRUCTORS: dict[str, Callable[[str, StorageConfig], StorageBackend]] = {
     "file": _file,
     "plugin": _plugin,
     "s3": _s3,
+    "redis": _redis,
+    "rediss": _redis,
+    "redis+unix": _redis,
+    "unix": _redis,
+    "redis+cluster": _redis,
+    "rediss+cluster": _redis,
 }
