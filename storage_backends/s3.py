@@ -231,8 +231,10 @@ class S3Backend:
         body = answer["Body"]
         is_read = False
         try:
-            if _total_bytes(answer) != num_bytes or answer["ContentLength"] != part[1] - part[0]:
+            if _total_bytes(answer) != num_bytes:
                 return ReadOutcome.BAD_LENGTH
+            if answer["ContentLength"] != part[1] - part[0]:
+                raise self._client.unavailable("read", "the server does not answer by ranges")
             for view in views:
                 await _fill(view, body)
             is_read = True

@@ -111,7 +111,10 @@ class S3Address:
 
     def key(self, name: str) -> str:
         """Key of an object: below its namespace, spread over 256 parts by its first digits."""
-        return f"{self.namespace_prefix(file_names.namespace_of(name) or '')}{name[:2]}/{name}"
+        namespace = file_names.namespace_of(name)
+        if namespace is None:
+            raise ValueError(f"{name!r} is not the name of an object")
+        return f"{self.namespace_prefix(namespace)}{name[:2]}/{name}"
 
     def namespace_prefix(self, namespace: str) -> str:
         """What the keys of all objects of a namespace, and no others, begin with."""

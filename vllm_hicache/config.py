@@ -19,6 +19,7 @@ from vllm_hicache.options import (
     STORAGE_OPTIONS,
     TOP_OPTIONS,
     Option,
+    default_of,
     unmet_need,
 )
 
@@ -95,6 +96,8 @@ class HiCacheConfig:
         values = {name: option.default for name, option in OPTIONS.items()}
         values |= {name: parsed(OPTIONS[name], entry, problems) for name, entry in given.items()}
         _raise_if(problems)
+        url = values["storage.url"]
+        values |= {n: default_of(option, url) for n, option in OPTIONS.items() if n not in given}
         problems.extend(_contradictions(given, values))
         _raise_if(problems)
         return cls._of_values(values)

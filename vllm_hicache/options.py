@@ -26,6 +26,7 @@ class Option:
     needs     options without which it has no effect: ``name`` (set) or ``name=value|value``;
               for a URL the value is its scheme
     nullable  null may be given and means the default
+    schemes   defaults that differ from ``default``, each with the scheme of the URL
     """
 
     name: str
@@ -35,6 +36,7 @@ class Option:
     doc: str
     needs: tuple[str, ...] = ()
     nullable: bool = False
+    schemes: tuple[tuple[str, object], ...] = ()
 
     @property
     def env_name(self) -> str:
@@ -343,8 +345,9 @@ _TABLE = (
         kinds.duration(),
         0.05,
         "50ms",
-        "longest time to ask which pages are stored; later answers count as none",
+        "longest time to ask which pages are stored; later answers count as none; 0.5 with s3://",
         _URL,
+        schemes=(("s3", 0.5),),
     ),
     Option(
         "storage.write_backlog",
@@ -380,6 +383,12 @@ STORAGE_OPTIONS = tuple(option for option in _TABLE if "." in option.name)
 ENV_NAMES: Mapping[str, str] = MappingProxyType(
     {ENV_PREFIX + STORAGE.upper(): STORAGE} | {option.env_name: option.name for option in _TABLE}
 )
+
+
+def default_of(option: Option, url: object) -> object:
+    """The value of an option that nobody gives, with this storage URL or None."""
+    scheme = urlsplit(str(url)).scheme if url else ""
+    return dict(option.schemes).get(scheme, option.default)
 
 
 def unmet_need(option: Option, values: Mapping[str, object]) -> str | None:

@@ -36,6 +36,11 @@ def test_defaults():
     assert (storage.read_concurrency, storage.write_concurrency) == (16, 8)
 
 
+@pytest.mark.parametrize(("given", "seconds"), [({}, 0.5), ({"exists_timeout_s": 0.2}, 0.2)])
+def test_default_of_a_scheme_gives_way_to_what_is_given(given, seconds):
+    assert _parse({"storage": {"url": "s3://bucket", **given}}).storage.exists_timeout_s == seconds
+
+
 # contradictions
 
 

@@ -1,0 +1,26 @@
+"""Support modules of these tests are imported by their bare names; servers start once a run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = str(Path(__file__).resolve().parent / "support")
+if SUPPORT not in sys.path:
+    sys.path.insert(0, SUPPORT)
+
+
+@pytest.fixture(scope="session")
+def seaweedfs_server(tmp_path_factory):
+    import s3_servers
+
+    with s3_servers.seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory):
+    import s3_servers
+
+    with s3_servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
