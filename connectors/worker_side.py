@@ -36,6 +36,8 @@ and the forward must not read the blocks."""
 SMALL_OBJECT_BYTES = 512 << 10
 """Below this, each object's fixed cost (a request, a file) shows in the throughput of storage."""
 CLOSE_TIMEOUT_S = 2.0
+START_STORAGE_S = 5.0
+"""Longest time for a storage process to look at its configuration, besides connecting."""
 SLEEP_DRAIN_S = 30.0
 """Copies that vLLM let start before it sleeps end in milliseconds."""
 
@@ -177,7 +179,11 @@ class WorkerSide:
             self.pool.fd,
             host=host,
         )
-        return self._storage.start()
+        address = self._storage.start()
+        refusal = self._storage.refusal(self._config.storage.connect_timeout_s + START_STORAGE_S)
+        if refusal:
+            raise ConfigError(refusal)
+        return address
 
     # Steps ---------------------------------------------------------------------------------------
 

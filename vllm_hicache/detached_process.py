@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class ProcessIdentity:
 
 
 class DetachedProcess:
-    """One process without a parent that could wait for it: its status comes through a pipe."""
+    """One process without a parent that could wait for it: what it says comes through a pipe."""
 
     def __init__(self, pid: int, status_fd: int) -> None:
         self.identity = ProcessIdentity.of(pid)
@@ -82,24 +82,21 @@ class DetachedProcess:
     def pid(self) -> int:
         return self.identity.pid
 
-    def wait(self) -> int | None:
-        """Block until it has ended. Its status, or None where it gave none, as when killed.
-
-        Call it once: it closes the pipe.
-        """
-        status = b""
+    def lines(self) -> Iterator[str]:
+        """What it writes to its status pipe, line by line, until it has ended. Use it once."""
+        rest = b""
         with open(self._status_fd, "rb", buffering=0) as pipe:
             # The end of the pipe comes after the last thread. A forked relative of the starter may
             # hold the pipe open by accident.
             while True:
                 if select.select([pipe], [], [], _LOOK_S)[0]:
-                    piece = pipe.read(1)
+                    piece = pipe.read(select.PIPE_BUF)
                     if not piece:
-                        break
-                    status = piece
+                        return
+                    *whole, rest = (rest + piece).split(b"\n")
+                    yield from (line.decode(errors="replace") for line in whole)
                 elif not self.identity.is_running:
-                    break
-        return status[0] if status else None
+                    return
 
     def kill(self) -> None:
         """SIGKILL, where it has not ended yet."""

@@ -11,8 +11,10 @@ import threading
 import time
 from typing import NoReturn
 
+import msgspec
+
 from vllm_hicache.detached_process import ProcessIdentity
-from vllm_hicache.storage_process_config import EXIT_HUNG
+from vllm_hicache.storage_process_config import EXIT_HUNG, Report
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +26,23 @@ MARGIN_S = 1.0
 _status_fds: list[int] = []
 
 
-def report_status_to(fd: int) -> None:
-    """Let ``leave`` write its status there: nobody can wait for a detached process."""
+def report_to(fd: int) -> None:
+    """Where reports go: nobody can wait for a detached process."""
     os.set_inheritable(fd, False)
     _status_fds.append(fd)
 
 
-def leave(status: int) -> NoReturn:
+def report(what: Report) -> None:
+    """Tell the worker, if it still listens."""
+    for fd in _status_fds:
+        with contextlib.suppress(OSError):
+            os.write(fd, msgspec.json.encode(what) + b"\n")
+
+
+def leave(status: int, reason: str = "") -> NoReturn:
     """End the process now, whatever its threads do."""
     sys.stderr.flush()
-    for fd in _status_fds:
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(fd, bytes([status]))
+    report(Report(status, reason))
     os._exit(status)
 
 

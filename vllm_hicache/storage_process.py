@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.storage_lifeline import leave, report_status_to
+from vllm_hicache.storage_lifeline import leave, report_to
 from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
 from vllm_hicache.storage_server import ServedStorage, StorageServer
@@ -33,7 +33,7 @@ def main() -> NoReturn:
     parser.add_argument("--config-fd", type=int, required=True)
     parser.add_argument("--status-fd", type=int, required=True)
     options = parser.parse_args()
-    report_status_to(options.status_fd)
+    report_to(options.status_fd)
     launch = _read_launch(options.config_fd)
     _set_up_logging(launch.config.worker_id)
     try:
@@ -41,8 +41,7 @@ def main() -> NoReturn:
         listener.setblocking(False)
         asyncio.run(_serve(launch, listener, _open_storage(launch), _map_pool(launch)))
     except ConfigError as error:
-        logger.critical("The storage process cannot run like this: %s", error)
-        leave(EXIT_CONFIG)
+        leave(EXIT_CONFIG, str(error))
     except Exception:
         logger.exception("The storage process failed")
     leave(1)

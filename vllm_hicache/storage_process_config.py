@@ -16,6 +16,16 @@ EXIT_HUNG = 3
 """Exit status after a hang: start the process anew."""
 
 
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a storage process tells its worker through the status pipe, one JSON line each.
+
+    Without a status: the configuration is valid, whether or not storage can be reached now.
+    """
+
+    status: int | None = None  # it ends with
+    reason: str = ""
+
+
 class StorageProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's pool, the shards of its pages, and the storage that keeps them.
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from vllm_hicache.errors import BackendError, ConfigError
 from vllm_hicache.masking import mask_url
 from vllm_hicache.storage_address import tune_connection
-from vllm_hicache.storage_lifeline import Lifeline, leave
+from vllm_hicache.storage_lifeline import Lifeline, leave, report
 from vllm_hicache.storage_messages import (
     RECEIVE_BYTES,
     Attach,
@@ -29,7 +29,7 @@ from vllm_hicache.storage_messages import (
     encode_frame,
 )
 from vllm_hicache.storage_operations import HostPages, VerifiedStorage
-from vllm_hicache.storage_process_config import EXIT_CONFIG, EXIT_HUNG, Launch
+from vllm_hicache.storage_process_config import EXIT_CONFIG, EXIT_HUNG, Launch, Report
 from vllm_hicache.storage_table import OperationTable
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ class StorageServer:
         self._storage = storage
         self._table = OperationTable(storage, pages, launch.config)
         self._opened = asyncio.Event()
+        self._is_valid = False
         self._newcomers: asyncio.Queue[Connection] = asyncio.Queue()
         self._current: Connection | None = None
         self._last_received = 0.0
@@ -162,13 +163,21 @@ class StorageServer:
             try:
                 await self._storage.open()
             except BackendError as error:
+                self._report_validity()
                 logger.warning("Storage cannot be opened, next try in %.1f s: %s", backoff_s, error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, self._config.breaker_max_backoff_s)
             else:
+                self._report_validity()
                 self._table.is_open = True
                 self._opened.set()
                 logger.info("Storage %s is open", mask_url(self._config.storage.url))
+
+    def _report_validity(self) -> None:
+        """Once: a bad configuration would have been refused by now."""
+        if not self._is_valid:
+            self._is_valid = True
+            report(Report())
 
     # Connections ----------------------------------------------------------------------------
 
@@ -269,8 +278,7 @@ async def _run_or_leave(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except ConfigError as error:
-        logger.critical("The storage process cannot run like this: %s", error)
-        leave(EXIT_CONFIG)
+        leave(EXIT_CONFIG, str(error))
     except Exception:
         logger.exception("The storage process failed")
         leave(1)

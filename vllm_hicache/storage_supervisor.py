@@ -17,6 +17,7 @@ from vllm_hicache.storage_process_config import (
     ENDINGS,
     EXIT_CONFIG,
     Launch,
+    Report,
     StorageProcessConfig,
 )
 
@@ -52,6 +53,8 @@ class StorageProcess:
         self._address: StorageAddress | None = None
         self._lifeline: list[int] = []  # read end, write end
         self._watcher: threading.Thread | None = None
+        self._judged = threading.Event()
+        self._refusal = ""
 
     def start(self) -> str:
         """Start the process and return its address at once; it may be connected to already."""
@@ -68,6 +71,15 @@ class StorageProcess:
         )
         self._watcher.start()
         return str(self._address)
+
+    def refusal(self, timeout_s: float) -> str:
+        """Why the process refuses its configuration; empty when it accepts it.
+
+        Waits for either at most ``timeout_s``, and takes silence for acceptance. A process that
+        refused is not replaced: storage stays off.
+        """
+        self._judged.wait(timeout_s)
+        return self._refusal
 
     @property
     def pid(self) -> int:
@@ -109,18 +121,15 @@ class StorageProcess:
         try:
             while self._process is not None:
                 born = time.monotonic()
-                status = self._process.wait()
-                if self._stopping.is_set():
-                    return
-                if status == EXIT_CONFIG:
-                    logger.error("The storage process refused its configuration: storage is off")
+                report = self._listen(self._process)
+                if self._stopping.is_set() or self._refusal:
                     return
                 is_healthy = time.monotonic() - born >= HEALTHY_LIFE_S
                 backoff_s = FIRST_BACKOFF_S if is_healthy else _next_backoff(backoff_s)
                 logger.warning(
                     "Storage process %d %s: next one in %.1f s",
                     self.pid,
-                    "was killed" if status is None else f"ended with status {status}",
+                    _ending(report),
                     backoff_s,
                 )
                 if self._stopping.wait(backoff_s):
@@ -129,7 +138,19 @@ class StorageProcess:
         except Exception:
             logger.exception("The storage process cannot be started: storage is off")
         finally:
+            self._judged.set()
             self._close_descriptors()
+
+    def _listen(self, process: DetachedProcess) -> Report | None:
+        """Return when the process has ended, with how it did; None where it did not say."""
+        report = None
+        for line in process.lines():
+            report = msgspec.json.decode(line, type=Report)
+            if report.status == EXIT_CONFIG and not self._judged.is_set():
+                self._refusal = report.reason
+            # After a first acceptance a refusal may pass, such as a permission: tried again.
+            self._judged.set()
+        return report if report is not None and report.status is not None else None
 
     def _spawn(self, listener: socket.socket, address: StorageAddress) -> None:
         with self._lock:
@@ -160,6 +181,13 @@ class StorageProcess:
                 os.close(fd)
         if self._listener is not None:
             self._listener.close()
+
+
+def _ending(report: Report | None) -> str:
+    if report is None:
+        return "was killed"
+    reason = f" ({report.reason})" if report.reason else ""
+    return f"ended with status {report.status}{reason}"
 
 
 def _next_backoff(backoff_s: float) -> float:

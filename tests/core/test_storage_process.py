@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,27 +64,47 @@ def test_it_has_its_own_session_and_no_standard_input(engine):
     assert os.readlink(f"/proc/{pid}/fd/0") == os.readlink(f"/proc/{pid}/fd/1") == "/dev/null"
 
 
-def test_a_configuration_that_no_restart_can_mend_ends_the_restarts(
-    tmp_path, caplog, capfd, new_engine, wait_until
-):
+def test_a_configuration_that_no_restart_can_mend_is_refused_with_its_reason(tmp_path, new_engine):
     (tmp_path / "store").write_text("not a folder")
     engine = new_engine()
     engine.process.start()
-    wait_until(lambda: "storage is off" in caplog.text)
+    assert "must be a directory" in engine.process.refusal(10.0)
     assert engine.process.incarnation == 1
-    engine.close()
-    log = capfd.readouterr().err
-    assert log.startswith("hicache-storage[worker 0] ")
-    assert "must be a directory" in log
 
 
-def test_a_pool_that_is_too_small_is_refused(caplog, capfd, new_engine, wait_until):
+def test_a_valid_configuration_is_not_refused_and_costs_no_waiting(engine):
+    started = time.monotonic()
+    assert engine.process.refusal(10.0) == ""
+    assert time.monotonic() - started < 5.0
+
+
+def test_storage_that_is_away_is_no_reason_to_refuse(new_engine):
+    engine = new_engine()
+    engine.faults.write(Fault(operation="open", fails=True))
+    engine.process.start()
+    started = time.monotonic()
+    assert engine.process.refusal(10.0) == ""
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_refusal_after_a_first_acceptance_is_tried_again(tmp_path, engine, wait_until, caplog):
+    store = tmp_path / "store"
+    store.rename(tmp_path / "elsewhere")
+    store.write_text("not a folder")
+    os.kill(engine.process.pid, signal.SIGKILL)
+    wait_until(lambda: "must be a directory" in caplog.text)
+    store.unlink()
+    (tmp_path / "elsewhere").rename(store)
+    engine.wait_for(ChannelDown())
+    engine.wait_for(ChannelUp)
+    assert engine.process.refusal(10.0) == ""
+
+
+def test_a_pool_that_is_too_small_is_refused(new_engine):
     engine = new_engine()
     os.truncate(engine.pool_fd, 8192)
     engine.process.start()
-    wait_until(lambda: "storage is off" in caplog.text)
-    engine.close()
-    assert "must have 524288 bytes or more, got 8192" in capfd.readouterr().err
+    assert "must have 524288 bytes or more, got 8192" in engine.process.refusal(10.0)
 
 
 def test_starting_twice_is_refused(engine):
