@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
+
 from restore_plan import ARMS, RestorePlan, plan_restore
 from run_record import describe, run_record, table, write_json
 

@@ -18,6 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
+
 import numpy as np
 from run_record import describe, run_record, table, write_json
 from scheduler_rig import RigOptions, SchedulerRig, Step

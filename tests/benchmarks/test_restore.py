@@ -1,0 +1,120 @@
+"""The restore benchmark without an engine: what it would run, what it accepts, what it writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+
+
+def _run(*arguments):
+    command = [sys.executable, "-P", BENCHMARKS / "restore.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _plan(*arguments, folder):
+    import restore
+    from restore_plan import plan_restore
+
+    options = restore.parse_options(["--shape", "llama-8b", *arguments])
+    return plan_restore(options, options.arms[0], folder)
+
+
+def _result(tier, ttft_s, **changed):
+    result = {
+        "connector": "hicache",
+        "length": 8192,
+        "tier": tier,
+        "ttft_s": ttft_s,
+        "cached_tokens": 8160,
+        "gb_per_s": 2.5,
+        "copy_gb_per_s": 0.0,
+        "fetch_gb_per_s": 0.0,
+        "wrong": [],
+    }
+    return {**result, **changed}
+
+
+def test_help_shows_the_commands():
+    run = _run("--help")
+    assert run.returncode == 0
+    assert "python benchmarks/restore.py --shape llama-8b" in run.stdout
+
+
+def test_a_dry_run_shows_every_arm_and_leaves_nothing():
+    arguments = ["--shape", "llama-8b", "--lengths", "8192,65536", "--dry-run"]
+    run = _run(*arguments, "--connector", "hicache,native,none")
+    hicache, native, none = json.loads(run.stdout)
+    longest_bytes = 65536 * 131072  # 32 layers x 8 heads x 128 x (K and V) x 2 bytes
+    assert hicache["connector_options"]["host_memory"] == 3 * longest_bytes
+    assert hicache["connector_options"]["storage"]["capacity"] > 3 * longest_bytes
+    assert native["connector"] == "OffloadingConnector"
+    assert native["connector_options"] == {"cpu_bytes_to_use": 3 * longest_bytes}
+    assert none["connector"] == ""
+    assert hicache["engine"] == {**native["engine"], "model": hicache["engine"]["model"]}
+    assert hicache["engine"]["load_format"] == "dummy"
+    assert not Path(hicache["engine"]["model"]).exists()
+
+
+def test_connector_options_of_the_plan_are_accepted_by_the_connector(tmp_path):
+    from vllm_hicache.config import HiCacheConfig
+
+    for mode, expected_ms in (("auto", 3.0), ("sync", 600_000.0), ("async", 0.0)):
+        plan = _plan("--load-mode", mode, folder=tmp_path)
+        config = HiCacheConfig.parse(plan.connector_options, env={})
+        assert config.sync_load_max_ms == expected_ms
+        assert config.fixed_weights
+
+
+def test_an_unknown_arm_is_refused():
+    run = _run("--connector", "hicache,lmcache", "--dry-run")
+    assert run.returncode == 2
+    assert "hicache,native,none" in run.stderr
+
+
+def test_a_hit_from_another_tier_or_a_short_one_is_wrong(tmp_path):
+    plan = _plan("--page-size", "256", "--block-size", "32", folder=tmp_path)
+    assert plan.expected(8192, "host restore") == 8160
+    assert plan.expected(8200, "device hit") == 8192
+    assert plan.expected(8200, "host restore") == 8192
+    assert plan.is_expected({"host": 8160}, 8192, "host restore")
+    assert not plan.is_expected({"host": 7904}, 8192, "host restore")
+    assert not plan.is_expected({"disk": 8160}, 8192, "host restore")
+    assert not plan.is_expected({"host": 8160, "disk": 32}, 8192, "host restore")
+    assert plan.is_expected({}, 8192, "cold")
+    assert not plan.is_expected({"device": 32}, 8192, "cold")
+
+
+def test_vllms_own_connector_may_keep_up_to_a_page_less(tmp_path):
+    plan = _plan("--connector", "native", folder=tmp_path)
+    assert plan.tiers == ("cold", "device hit", "host restore")
+    assert plan.is_expected({"host": 8000}, 8192, "host restore")
+    assert not plan.is_expected({"host": 7000}, 8192, "host restore")
+
+
+def test_the_table_tells_speed_up_and_wrong_hits():
+    import restore
+
+    results = [_result("cold", 2.0), _result("file restore", 0.5, wrong=[{"host": 8160}])]
+    lines = restore.report(results).splitlines()
+    assert lines[2].split()[-4:] == ["2,000.0", "1.0x", "8,160", "ok"]
+    assert lines[3].split()[-5:] == ["500.0", "4.0x", "8,160", "2.50", "WRONG"]
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    import restore
+
+    results = [_result("cold", 2.0), _result("host restore", 0.5), _result("file restore", 0.7)]
+    restore.write_plot(tmp_path / "out" / "restore.png", results, "a machine")
+    assert (tmp_path / "out" / "restore.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_without_matplotlib_there_is_a_message_and_no_plot(tmp_path, monkeypatch, capsys):
+    import restore
+
+    monkeypatch.delitem(sys.modules, "restore_plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    restore.write_plot(tmp_path / "restore.png", [], "a machine")
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "restore.png").exists()
