@@ -60,6 +60,9 @@ _LOG_EVERY_S = 60.0
 _ABSENT = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ELOOP}
 )
+_NEVER_MADE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
 _REFUSED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 )
@@ -182,6 +185,10 @@ class FileBackend:
             logger.warning("storage folder %s: %s; reads go on", self._root, error)
         except OSError as error:
             if not os.access(self._root, os.R_OK | os.X_OK):
+                if error.errno in _NEVER_MADE and not self._root.exists():
+                    raise ConfigError(
+                        f"storage folder {self._root} cannot be created: {error.strerror}"
+                    ) from error
                 raise self._unavailable("open", str(self._root), error) from error
             logger.warning("storage folder %s is read-only here: %s", self._root, error)
             return False

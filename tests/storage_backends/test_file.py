@@ -204,11 +204,11 @@ async def test_eviction_survives_objects_removed_by_others(tmp_path):
         assert outcomes == [WriteOutcome.STORED] * 10
 
 
-async def test_folder_that_cannot_be_made_is_unavailable_and_may_be_tried_again(tmp_path):
+async def test_folder_that_cannot_be_made_is_a_configuration_error_and_may_be_tried_again(tmp_path):
     obstacle = tmp_path / "obstacle"
     obstacle.write_text("")
     backend = FileBackend(obstacle / "store")
-    with pytest.raises(BackendUnavailable, match="Not a directory"):
+    with pytest.raises(ConfigError, match="obstacle/store cannot be created: Not a directory"):
         await backend.open()
     obstacle.unlink()
     await backend.open()
