@@ -238,7 +238,7 @@ class S3Client:
         if kind not in self._explained:
             self._explained.add(kind)
             logger.warning(
-                "S3 refuses to %s in bucket %r: status %d, %s. Needed: %s",
+                "S3 refuses %s in bucket %r: status %d, %s. Needed: %s",
                 operation,
                 self._address.bucket,
                 status(refused),

@@ -51,8 +51,7 @@ class S3Server:
 
     def url(self, place: Path | str, endpoint_url: str = "") -> str:
         """A storage URL whose prefix is the place's own."""
-        prefix = sha256(str(place).encode()).hexdigest()[:16]
-        return f"s3://{BUCKET}/{prefix}?endpoint_url={endpoint_url or self.endpoint_url}"
+        return f"s3://{BUCKET}/{prefix_of(place)}?endpoint_url={endpoint_url or self.endpoint_url}"
 
     def client(self) -> Any:
         """A plain client, to look behind the backend's back."""
@@ -66,6 +65,11 @@ class S3Server:
                 retries={"total_max_attempts": 1}, connect_timeout=2, proxies={}, read_timeout=5
             ),
         )
+
+
+def prefix_of(place: Path | str) -> str:
+    """The prefix that belongs to a place alone."""
+    return sha256(str(place).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
