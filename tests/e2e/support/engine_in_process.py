@@ -304,15 +304,21 @@ def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
 
 
+_running: list[Engine] = []
+
+
 @contextmanager
 def running(model: Path, storage: Path | None = None, **options: Any) -> Iterator[Engine]:
     """An engine that is stopped, whatever happened."""
+    assert not _running, "vLLM's worker state is one per process: one engine at a time"
     saved = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     engine = Engine(model, storage, **options)
+    _running.append(engine)
     try:
         yield engine
     finally:
+        _running.clear()
         engine.stop()
         for name, value in saved.items():
             if value is None:
