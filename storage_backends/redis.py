@@ -113,14 +113,17 @@ class RedisBackend:
             ConfigError: Wrong password, a permission that is missing, or cluster and URL differ.
             BackendUnavailable: Nobody answers, or the server is not ready.
         """
-        async with self._calls.call("open"):
-            try:
+        try:
+            async with self._calls.call("open"):
                 if self._servers.is_cluster:
                     await self._servers.refresh()
                 await self._try_commands()
-            except Rejected as error:
-                place = f"Redis {self._servers.label}"
-                raise ConfigError(f"{place} refuses this user: {error}") from error
+        except Rejected as error:
+            await self._servers.close()
+            raise ConfigError(f"Redis {self._servers.label} refuses this user: {error}") from error
+        except ConfigError:
+            await self._servers.close()
+            raise
 
     async def close(self) -> None:
         """As `StorageBackend.close`."""

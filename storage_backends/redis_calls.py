@@ -95,7 +95,8 @@ class RedisCalls:
                         raise server.unavailable(operation, value)
                     results[i] = value
             due = [i for i in due if isinstance(results[i], Refusal)]
-            self._servers.is_stale = bool(due) and self._servers.is_cluster
+            for i in due:
+                self._servers.follow(results[i])
         raise self._unavailable(operation, "slots keep moving")
 
     async def exchange(

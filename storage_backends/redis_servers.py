@@ -90,7 +90,7 @@ class RedisAddress:
                 raise ConfigError("a Redis socket is named as in redis+unix:///run/redis.sock")
         else:
             label = f"{options.setdefault('host', 'localhost')}:{options.setdefault('port', 6379)}"
-            _check_database(parts.path, is_cluster=is_cluster)
+            _check_database(str(options.get("db", parts.path)), is_cluster=is_cluster)
         _add_options(options, config, is_tls=found is SSLConnection)
         try:
             connection = found(**options)
@@ -117,7 +117,7 @@ def _check_query(query: str) -> None:
 
 def _check_database(path: str, *, is_cluster: bool) -> None:
     number = path.strip("/")
-    if number and (is_cluster or not number.isdecimal()):
+    if number not in ("", "0") and (is_cluster or not number.isdecimal()):
         allowed = "a cluster has no databases" if is_cluster else "a database is a number"
         raise ConfigError(f"a Redis storage URL cannot end in /{number}: {allowed}")
 
@@ -286,6 +286,16 @@ class RedisServers:
             raise self._seed.unavailable("look-up", "the cluster has no server for a slot")
         return found
 
+    def follow(self, moved: Refusal) -> None:
+        """Learn from `MOVED slot host:port` where one slot is; others have probably moved too."""
+        words = str(moved).split()
+        if not self.is_cluster or len(words) != 3 or not words[1].isdecimal():
+            return
+        host, _, port = words[2].rpartition(":")
+        if port.isdecimal() and int(words[1]) < len(self._slots):
+            self._slots[int(words[1])] = self._server_at(host, int(port))
+        self.is_stale = True
+
     async def refresh(self) -> None:
         """Ask which server of the cluster has which slots, at most twice a second.
 
@@ -331,13 +341,20 @@ class RedisServers:
         for first, last, (host, port, *_), *_ in ranges:
             if host == b"?":  # a server that the others have lost
                 continue
-            # No host: that of the server which was asked.
-            place = ((host or b"").decode() or self._address.options["host"], port)
-            server = self._cluster.get(place) or before.get(place)
-            if server is None:
-                server = RedisServer(self._address.at(*place), self._connect_timeout_s)
-            self._cluster[place] = server
+            server = self._server_at((host or b"").decode(), port, before)
             self._slots[first : last + 1] = [server] * (last + 1 - first)
         gone = [server for place, server in before.items() if place not in self._cluster]
         self._num_opened_before += sum(server.num_opened for server in gone)
         await asyncio.gather(*(server.close() for server in gone))
+
+    def _server_at(
+        self, host: str, port: int, before: Mapping[tuple[str, int], RedisServer] | None = None
+    ) -> RedisServer:
+        """The server at an address, the one from before if there was one."""
+        place = (host or self._address.options["host"], port)  # no host: that of who was asked
+        if place not in self._cluster:
+            known = (before or {}).get(place)
+            self._cluster[place] = known or RedisServer(
+                self._address.at(*place), self._connect_timeout_s
+            )
+        return self._cluster[place]

@@ -212,7 +212,8 @@ class Wire(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
         self._is_paused = False
         self._reason = "the server closed the connection"
-        transport.set_write_buffer_limits(high=0)
+        # As soon as a byte waits; 0 would hang with TLS, where even an empty buffer reaches it.
+        transport.set_write_buffer_limits(high=1, low=0)
         transport.set_protocol(self)
 
     async def ask(self, request: bytes, num_answers: int) -> list[Any]:

@@ -75,8 +75,9 @@ def _redis(url: str, config: StorageConfig) -> StorageBackend:
     try:
         from vllm_hicache.storage_backends.redis import RedisBackend
     except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
         raise ConfigError(
-            f"Redis storage needs the package {error.name}: pip install 'vllm-hicache[redis]'"
+            f"Redis storage needs the package {package}: pip install 'vllm-hicache[redis]'"
         ) from error
     return RedisBackend.from_url(url, config)
 
