@@ -262,8 +262,8 @@ class S3Client:
             user_agent_extra="vllm-hicache",
         )
         session = get_session()
-        region = self._address.region or session.get_config_variable("region")
         try:
+            region = self._address.region or session.get_config_variable("region")
             made = session.create_client(
                 "s3",
                 region_name=region or _DEFAULT_REGION,
