@@ -16,7 +16,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import hiredis
 from redis.asyncio.connection import (
-    AbstractConnection,
     Connection,
     SSLConnection,
     UnixDomainSocketConnection,
@@ -62,7 +61,7 @@ class Rejected(Exception):
 class RedisAddress:
     """Where and how to connect."""
 
-    connection_class: type[AbstractConnection]
+    connection_class: type[Any]  # of redis.asyncio.connection
     options: Mapping[str, Any] = field(repr=False)  # holds the password
     is_cluster: bool
     label: str  # for messages; without credentials
@@ -80,10 +79,10 @@ class RedisAddress:
         scheme = CLUSTER_SCHEMES.get(scheme, scheme)
         _check_query(parts.query)
         try:
-            options = dict(parse_url(scheme + url[len(parts.scheme) :]))
+            options: dict[str, Any] = {**parse_url(scheme + url[len(parts.scheme) :])}
         except ValueError as error:
             raise ConfigError(f"a Redis storage URL is not valid: {error}") from None
-        found = options.pop("connection_class", Connection)
+        found: type[Any] = options.pop("connection_class", Connection)
         if found is UnixDomainSocketConnection:
             label = str(options.get("path", ""))
             if not label or parts.hostname:
@@ -193,19 +192,21 @@ class RedisServer:
         self.num_opened += 1
         return wire
 
-    def _new_connection(self) -> AbstractConnection:
-        return self.address.connection_class(
+    def _new_connection(self) -> Any:
+        options = {
             **self.address.options,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=self._connect_timeout_s,
-            socket_connect_timeout=self._connect_timeout_s,
-            **({} if "path" in self.address.options else {"socket_keepalive": True}),
-        )
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": self._connect_timeout_s,
+            "socket_connect_timeout": self._connect_timeout_s,
+        }
+        if "path" not in options:
+            options["socket_keepalive"] = True
+        return self.address.connection_class(**options)
 
-    def _take_over(self, connection: AbstractConnection) -> Wire:
+    def _take_over(self, connection: Any) -> Wire:
         """Give the socket that redis-py has opened and authenticated to a `Wire`."""
-        writer = connection._writer
+        writer: asyncio.StreamWriter | None = connection._writer
         if writer is None:
             raise ConnectionLost("the server closed the connection")
         connection._reader = connection._writer = None
