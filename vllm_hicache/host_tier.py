@@ -31,6 +31,11 @@ class HostTier:
         self._on_evict = on_evict
         self._clock = 0
 
+    @property
+    def num_queued(self) -> int:
+        """Entries of the eviction queue; at most one a page."""
+        return len(self._queue)
+
     def allocate(self, count: int) -> list[int]:
         """Up to ``count`` slots, evicting pages where none is free."""
         taken = self.slots.take(count)

@@ -60,7 +60,10 @@ class Simulation:
                 num_slots=num_slots,
                 granules_per_page=page // granule,
                 rng=rng,
-                failure_rate=rng.choice((0.0, 0.02, 0.1)),
+                failure_rate={
+                    Direction.SAVE: rng.choice((0.0, 0.02, 0.1)),
+                    Direction.LOAD: rng.choice((0.0, 0.0, 0.05, 0.3)),
+                },
                 owner=lambda slot: self.planner.host.slots.owner(slot),
                 is_held=lambda block_id: self.pool.refs[block_id] > 0,
             )
@@ -184,6 +187,8 @@ class Simulation:
         for page in self.planner.host.index.pages():
             expected = self.expected(namespace, page.page_hash)
             for worker in self.workers:
+                key = (namespace, page.page_hash, worker.worker_id)
+                assert not page.is_persisted or key in self.store, "a page counts as stored"
                 held = tuple(worker.host[page.slot])
                 assert held == expected, (
                     f"slot {page.slot} of worker {worker.worker_id} holds {held}, "
@@ -230,7 +235,7 @@ class Simulation:
         rng = self.rng
         if len(self.engine.requests) >= 6:
             return
-        prefix = rng.choice(self.prefixes)[: rng.choice((8, 16, 24, 32))]
+        prefix = rng.choice(self.prefixes)[: rng.choice((4, 8, 12, 16, 20, 24, 32))]
         ids = prefix + [rng.randrange(3) for _ in range(rng.choice((1, 2, 5, 9, 20)))]
         if self.tokens and rng.random() < 0.5:
             ids = rng.choice(self.tokens).ids[:]

@@ -426,7 +426,7 @@ class VirtualEngine:
             self._take_output(item, affected)
         report()
         finished_recving |= self._settle_copies()
-        for request_id in finished_recving:
+        for request_id in sorted(finished_recving):
             self._receive(request_id)
         self.planner.settle_storage(self.now)
 

@@ -65,7 +65,7 @@ class VirtualWorker:
         num_slots: int,
         granules_per_page: int,
         rng: Random,
-        failure_rate: float,
+        failure_rate: dict[Direction, float],
         owner: Callable[[int], SlotOwner],
         is_held: Callable[[int], bool],
     ) -> None:
@@ -80,14 +80,18 @@ class VirtualWorker:
         self._lanes: dict[Direction, deque[tuple[CopyOp, bool]]] = {d: deque() for d in Direction}
         self._done = dict.fromkeys(Direction, 0)
         self._failed: dict[Direction, list[int]] = {d: [] for d in Direction}
+        self._loads_told = 0
         self._old_progress: deque[WorkerProgress] = deque([WorkerProgress()], maxlen=4)
 
     # Reports -----------------------------------------------------------------------------------
 
     def progress(self) -> WorkerProgress:
+        """What the board says. The thread of the loads may be late to write to it."""
+        if self._rng.random() < 0.7:
+            self._loads_told = self._done[Direction.LOAD]
         progress = WorkerProgress(
             saves_done=self._done[Direction.SAVE],
-            loads_done=self._done[Direction.LOAD],
+            loads_done=self._loads_told,
             failed_saves=tuple(self._failed[Direction.SAVE]),
             failed_loads=tuple(self._failed[Direction.LOAD]),
             load_busy_s=self._done[Direction.LOAD] * 0.001,
@@ -128,7 +132,7 @@ class VirtualWorker:
             return False
         op, has_copied = self._lanes[direction].popleft()
         assert op.op_id == self._done[direction] + 1
-        is_ok = self._rng.random() >= self._failure_rate
+        is_ok = self._rng.random() >= self._failure_rate[direction]
         if not has_copied:
             self._copy(direction, op)
         if not is_ok:
