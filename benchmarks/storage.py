@@ -298,8 +298,8 @@ def _lines(
     return lines
 
 
-def main() -> None:
-    """Measure and print."""
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("service", choices=SERVICES)
     parser.add_argument("--url", help="of a server that runs already; its objects are removed")
@@ -309,7 +309,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4, help="calls at once")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse_options()
     lines = asyncio.run(measure(options))
     record = {**run_record(), "lines": lines}
     print(describe(record))

@@ -1,0 +1,41 @@
+"""The benchmark of storage services runs; Redis here is no slower than its raw client."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+
+
+def test_a_small_run_has_a_line_for_every_way(tmp_path):
+    options = ("--object-kib", "64", "--total-mib", "1", "--rounds", "1")
+    command = [sys.executable, "-P", BENCHMARKS / "storage.py", "redis", *options]
+    record = tmp_path / "record.json"
+    run = subprocess.run([*command, "--json", record], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = json.loads(record.read_text())["lines"]
+    ways = {"redis-py + hiredis", "backend", "backend, checked"}
+    assert {(line["way"], line["direction"]) for line in lines} == {
+        (way, direction) for way in ways for direction in ("read", "write")
+    }
+    assert all(line["mib_per_s"] > 0 and line["client_ms_per_mib"] > 0 for line in lines)
+    assert "write backend, checked" in run.stdout
+
+
+@pytest.mark.full
+def test_redis_backend_reaches_nine_tenths_of_the_raw_client():
+    import storage
+
+    options = storage.parse_options(["redis", "--total-mib", "64"])
+    lines = asyncio.run(storage.measure(options))
+    of_raw = {
+        (line["object_kib"], line["direction"]): line["of_raw"]
+        for line in lines
+        if line["way"] == "backend"
+    }
+    assert len(of_raw) == 4
+    assert min(of_raw.values()) >= 0.9, of_raw
