@@ -130,13 +130,16 @@ class SchedulerSide:
         )
         state = "off" if link is None else "on" if self._await_storage(link) else "away"
         logger.info(
-            "HiCache: %d workers, %d host slots of %d tokens each, storage %s, namespace %s",
+            "HiCache: %d worker(s), %d host slots of %d tokens each, storage %s, namespace %s",
             self._world_size,
             hellos[0].num_slots,
             self._config.page_size,
             state,
             self._planner.namespace,
         )
+        if link is not None:
+            described = vllm_view.describe_objects(self._vllm_config, self._first)
+            logger.info("HiCache storage: %s", described)
 
     def _await_storage(self, link: StorageLink) -> bool:
         """Give storage processes a moment, so that the first request after a start can hit. An

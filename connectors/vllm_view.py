@@ -2,8 +2,10 @@
 vLLM that this package depends on are spelt here.
 """
 
+import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +24,10 @@ from vllm_hicache.connectors.messages import WorkerHello
 from vllm_hicache.connectors.model_identity import rope_identity, weights_fingerprint
 from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.grid import Grid, choose_grid, even_stage_starts, readers
 from vllm_hicache.hashing import HASH_VERSION
 from vllm_hicache.keys import Namespace
-from vllm_hicache.layout import LayerSpan, PageLayout, default_heads_per_group
+from vllm_hicache.layout import LayerSpan, PageLayout
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -198,20 +201,64 @@ def worker_page(
             f"{total_heads} KV heads over tensor parallelism {tp_size} gives {kv.num_heads} heads "
             f"per worker, some of them replicas; supported: a divisor of {total_heads}"
         )
-    layers = layer_span(kv_cache_config)
+    grid = storage_grid(vllm_config, config, kv.num_heads)
     layout = PageLayout(
         page_size=config.page_size,
-        layers=layers,
+        layers=layer_span(kv_cache_config),
         total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
         head_start=tp_rank * kv.num_heads,
         head_stop=(tp_rank + 1) * kv.num_heads,
         total_kv_heads=total_heads,
-        heads_per_group=config.storage_head_partition
-        or default_heads_per_group(total_heads, kv.num_heads),
+        heads_per_group=grid.heads_per_group,
         row_bytes=kv.k_bytes + kv.v_bytes,
-        layer_partition=config.storage_layer_partition,
+        layer_partition=grid.layer_partition,
     )
     return layout, kv
+
+
+def stage_starts(vllm_config: "VllmConfig") -> tuple[int, ...]:
+    """First layers of this engine's pipeline stages, as vLLM cuts them."""
+    by_hand = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    if by_hand:
+        sizes = [int(size) for size in by_hand.split(",")]
+        return tuple(accumulate(sizes[:-1], initial=0))
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    return even_stage_starts(vllm_config.model_config.get_total_num_hidden_layers(), stages)
+
+
+def storage_grid(vllm_config: "VllmConfig", config: HiCacheConfig, local_heads: int) -> Grid:
+    """How pages are cut into stored objects."""
+    return choose_grid(
+        fleet=config.fleet,
+        layer_partition=config.storage_layer_partition,
+        head_partition=config.storage_head_partition,
+        total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
+        total_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        local_heads=local_heads,
+        own_starts=stage_starts(vllm_config),
+    )
+
+
+def describe_objects(vllm_config: "VllmConfig", hello: WorkerHello) -> str:
+    """Size and number of stored objects and who can read them, for the start line."""
+    total_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    starts = stage_starts(vllm_config)
+    layers = hello.layer_partition or total_layers // len(starts)
+    row_bytes = hello.k_row_bytes + hello.v_row_bytes
+    num_bytes = hello.page_size * layers * hello.heads_per_group * row_bytes
+    groups = hello.total_kv_heads // hello.heads_per_group
+    per_page = groups * -(-total_layers // layers)
+    sizes = readers(
+        Grid(hello.layer_partition, hello.heads_per_group),
+        total_layers=total_layers,
+        total_kv_heads=hello.total_kv_heads,
+        own_starts=starts,
+    )
+    return (
+        f"objects of {num_bytes / 1024:.0f} KiB, {per_page * 1000 / hello.page_size:.1f} for 1,000 "
+        f"tokens, readable by engines of TP {', '.join(map(str, sizes['tp']))} and PP "
+        f"{', '.join(map(str, sizes['pp']))}"
+    )
 
 
 def layer_span(kv_cache_config: KVCacheConfig) -> LayerSpan:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from vllm_hicache.config_sources import Given, parsed, read_sources
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.grid import Fleet
 from vllm_hicache.host_memory import HostMemory
 from vllm_hicache.options import (
     OPTIONS,
@@ -70,6 +71,7 @@ class HiCacheConfig:
     defer_max_blocks: int
     weights_id: str | None
     fixed_weights: bool
+    fleet: Fleet | None
     storage_layer_partition: int
     storage_head_partition: int
     min_object_bytes: int
@@ -149,6 +151,12 @@ def _contradictions(given: Mapping[str, Given], values: Mapping[str, object]) ->
             yield (
                 f"{_in_effect(smaller, given, values)} must not exceed "
                 f"{_in_effect(larger, given, values)}"
+            )
+    for partition in ("storage_layer_partition", "storage_head_partition"):
+        if values["fleet"] is not None and values[partition]:
+            yield (
+                f"{_in_effect(partition, given, values)} contradicts "
+                f"{_in_effect('fleet', given, values)}, which computes it; give one of them"
             )
     if values["prefetch_policy"] == "wait_complete" and values["defer_max_blocks"] == 0:
         yield (

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.grid import Fleet
 from vllm_hicache.host_memory import HostMemory, parse_host_memory
 from vllm_hicache.masking import MASK, mask_url
 from vllm_hicache.quantities import (
@@ -178,6 +179,37 @@ def memory() -> Kind:
         )
 
     return Kind("host memory", allowed, parse_host_memory, _number, show)
+
+
+def fleet() -> Kind:
+    """``fleet``: tensor and pipeline parallel sizes of all engines that share the storage."""
+    allowed = (
+        'a table of the parallel sizes of all engines, such as {"tp": [2, 4], "pp": [1, 2]}; '
+        "pp is [1] unless given"
+    )
+
+    def show(value: object) -> object:
+        return {"tp": list(value.tp), "pp": list(value.pp)} if isinstance(value, Fleet) else value
+
+    def from_text(text: str) -> object:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return Kind("fleet", allowed, _parse_fleet, from_text, show)
+
+
+def _parse_fleet(value: object) -> Fleet:
+    if not isinstance(value, Mapping) or not {"tp"} <= set(value) <= {"tp", "pp"}:
+        raise ConfigError("")
+    sizes = {"pp": [1], **value}
+    for key, numbers in sizes.items():
+        if not isinstance(numbers, list) or not numbers:
+            raise ConfigError(f"{key} must be a list of sizes")
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
+            raise ConfigError(f"{key} must hold whole numbers from 1")
+    return Fleet(tuple(sorted(set(sizes["tp"]))), tuple(sorted(set(sizes["pp"]))))
 
 
 def absolute_path() -> Kind:

@@ -137,6 +137,16 @@ _TABLE = (
         _URL,
     ),
     Option(
+        "fleet",
+        kinds.fleet(),
+        None,
+        {"tp": [2, 4], "pp": [1, 2]},
+        "parallel sizes of all engines that share the storage: gives the largest objects that "
+        "each of them can read",
+        _URL,
+        nullable=True,
+    ),
+    Option(
         "storage_layer_partition",
         kinds.whole(0, 1 << 16),
         0,

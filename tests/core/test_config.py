@@ -90,6 +90,10 @@ def test_prefetch_timeouts_contradict_another_policy(policy):
             {"storage": URL, "prefetch_policy": "wait_complete", "defer_max_blocks": 0},
             "prefetch_policy wait_complete contradicts defer_max_blocks 0",
         ),
+        (
+            {"storage": "file:///x", "fleet": {"tp": [2]}, "storage_head_partition": 1},
+            "storage_head_partition 1 contradicts fleet {'tp': [2], 'pp': [1]}, which computes",
+        ),
     ],
 )
 def test_contradictory_pair_is_refused_with_both_values(extra, message):

@@ -1,6 +1,7 @@
 """Keys and places: misspelt keys, the environment, the YAML file, and which source wins."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -151,7 +152,8 @@ def test_null_storage_of_a_stronger_source_drops_all_about_storage(yaml_file):
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "config_file"])
 def test_every_option_can_be_given_by_the_environment(name):
     option = OPTIONS[name]
-    text = str(option.example).lower() if isinstance(option.example, bool) else str(option.example)
+    is_json = isinstance(option.example, bool | dict)
+    text = json.dumps(option.example) if is_json else str(option.example)
     env = {"STORAGE": ANY_OPTION_URL} if option.needs else {}
     config = _parse({}, **env, **{option.env_name.removeprefix("HICACHE_"): text})
     owner = config.storage if "." in name else config

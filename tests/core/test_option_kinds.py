@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from vllm_hicache import option_kinds
 from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.grid import Fleet
 from vllm_hicache.options import OPTIONS
 
 URL = "plugin://package.module/Backend"  # a plug-in takes every option
@@ -194,3 +196,20 @@ def test_long_value_is_cut_in_the_message():
     message = _refusal("weights_id", "w" * 5000)
     assert len(message) < 300
     assert "..." in message
+
+
+def test_fleet_takes_lists_of_sizes_and_shows_them_sorted():
+    kind = option_kinds.fleet()
+    assert kind.parse({"tp": [4, 2, 4]}) == Fleet(tp=(2, 4), pp=(1,))
+    given = kind.parse(kind.from_text('{"tp": [1], "pp": [2, 1]}'))
+    assert kind.show(given) == {"tp": [1], "pp": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 2, "tp2", [], {}, {"pp": [1]}, {"tp": 2}, {"tp": []}, {"tp": [0]}, {"tp": [True]},
+     {"tp": ["2"]}, {"tp": [1], "cp": [1]}],
+)  # fmt: skip
+def test_fleet_refuses_what_is_no_list_of_sizes(value):
+    with pytest.raises(ConfigError):
+        option_kinds.fleet().parse(value)
