@@ -147,6 +147,8 @@ STORAGE_OBJECT_SERIES = (
     _counter("read_errors", "Storage reads that failed."),
     _counter("write_errors", "Storage writes that failed."),
     _counter("writes_refused", "Objects that storage had no room or no permission for."),
+    _counter("requests_retried", "Requests to S3 that were tried again."),
+    _counter("requests_throttled", "Requests that S3 answered with 429 or 503 (SlowDown)."),
 )
 _GAUGES = (
     _gauge("host_slots_total", "Host slots of a worker; each holds one page."),
