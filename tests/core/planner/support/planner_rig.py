@@ -172,7 +172,7 @@ class Rig:
 
     def fill_host(self, token_ids: Sequence[int], name: str = "writer") -> RequestState:
         """Bring the whole pages of these tokens to host, by a request that then ends."""
-        state = self.request(name, token_ids)
+        state = self.request(name, token_ids, may_load=False, why_not="skip_reading")
         self.compute(state, len(token_ids))
         self.plan()
         self.finish_saves()
