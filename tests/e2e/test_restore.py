@@ -5,18 +5,14 @@ first loads synchronously where it can, the second asynchronously only. The smal
 has one engine and drops its host pages instead: eight starts of workers take too long for a push.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_process import run_script, workers
 from engine_in_process import (
-    ENVIRONMENT,
     HEADER_BYTES,
     PAGE,
     Answer,
@@ -28,10 +24,8 @@ from engine_in_process import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SUPPORT = Path(__file__).resolve().parent / "support"
 COLD_TOLERANCE = 1e-4
 """Cold answers are computed in other chunks: the largest difference seen is 1e-5."""
-CHILD_TIMEOUT_S = 800
 BUDGET = 256
 LENGTHS = (PAGE - 1, PAGE, PAGE + 1, 600, 2049)
 PAIR = (700, 900)
@@ -64,9 +58,7 @@ class Topology:
 
     @property
     def options(self) -> dict[str, object]:
-        workers = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
-        worker_class = "worker_under_test.WorkerUnderTest"
-        return {**workers, "worker_cls": worker_class, "max_num_batched_tokens": BUDGET}
+        return {**workers(self.tp, self.pp)[0], "max_num_batched_tokens": BUDGET}
 
 
 TOPOLOGIES = {
@@ -142,24 +134,8 @@ def run_child(
         "pair": topology.pair,
         "lives": topology.lives,
     }
-    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
-    if topology.partition:
-        environment["VLLM_PP_LAYER_PARTITION"] = topology.partition
-    result, log = folder / "result.json", folder / "child.log"
-    script = str(SUPPORT / "restore_child.py")
-    with log.open("wb") as output:
-        child = subprocess.run(
-            [sys.executable, "-P", script, json.dumps(specification), str(result)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=CHILD_TIMEOUT_S,
-            check=False,
-        )
-    assert child.returncode == 0, log.read_text(errors="replace")[-8000:]
-    lives = json.loads(result.read_text())
+    _, needed = workers(topology.tp, topology.pp, topology.partition)
+    lives = run_script("restore_child.py", specification, folder, {**needed, **(env or {})})
     return Run(
         topology,
         {phase["name"]: Phase.of(phase) for life in lives for phase in life["phases"]},

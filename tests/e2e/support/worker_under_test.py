@@ -4,6 +4,8 @@ Found by name in worker processes through PYTHONPATH; ``HICACHE_`` names belong 
 """
 
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hicache.kernels.reference import PageCopier
 
-ORIGINAL_LOAD = PageCopier.load
+ORIGINAL_LOAD, ORIGINAL_SAVE = PageCopier.load, PageCopier.save
 FLIP_LOADS = "UNDER_TEST_FLIP_LOADS"
+SLOW_COPIES = "UNDER_TEST_SLOW_COPIES"
+"""``RANK:SECONDS``: what each copy of that worker takes longer."""
 
 
 class WorkerUnderTest(CPUWorker):
@@ -30,6 +34,9 @@ class WorkerUnderTest(CPUWorker):
             )
         if os.environ.get(FLIP_LOADS):
             flip_all_loads()
+        rank, _, seconds = os.environ.get(SLOW_COPIES, "").partition(":")
+        if rank == str(self.rank):
+            slow_all_copies(float(seconds))
 
 
 def flip_all_loads() -> None:
@@ -40,3 +47,16 @@ def flip_all_loads() -> None:
 
 def load_flipped(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
     ORIGINAL_LOAD(copier, *with_flipped_signs(copy_list, host))
+
+
+def slow_all_copies(seconds: float) -> None:
+    """From now on every copy of this process starts so much later."""
+
+    def late(copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_late(*args: Any, **kwargs: Any) -> None:
+            time.sleep(seconds)
+            copy(*args, **kwargs)
+
+        return copy_late
+
+    PageCopier.load, PageCopier.save = late(ORIGINAL_LOAD), late(ORIGINAL_SAVE)
