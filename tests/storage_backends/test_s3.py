@@ -50,6 +50,8 @@ def backend_at(url: str, **options):
 
 
 class TestS3OnSeaweedFs(StorageBackendTests):
+    large_bytes = 20 * MIB  # two parts
+
     @pytest.fixture(autouse=True)
     def server(self, seaweedfs_server):
         self.s3 = seaweedfs_server
@@ -59,6 +61,11 @@ class TestS3OnSeaweedFs(StorageBackendTests):
 
     def writer_program(self, place):
         return WRITER.format(url=self.s3.url(place), num_bytes=self.large_bytes)
+
+
+@pytest.mark.full
+class TestS3OnSeaweedFsWithLargeObjects(TestS3OnSeaweedFs):
+    large_bytes = 64 * MIB
 
 
 @pytest.mark.full
