@@ -15,7 +15,7 @@ from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.planner import Planner, PlannerOptions, Settled
+from vllm_hicache.planner import NOTHING_SETTLED, Planner, PlannerOptions, Settled
 from vllm_hicache.prefetch import FetchPolicy
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress_board import BoardReader
@@ -301,7 +301,8 @@ class SchedulerSide:
         if isinstance(report, ReportMetadata):
             self._time_step(report.plan_number)
             for worker_id, progress in report.progress.items():
-                self.planner.join.update(worker_id, progress)
+                if worker_id not in self._boards:  # a board is never older
+                    self.planner.join.update(worker_id, progress)
         self._settle_copies()
         self._settle_storage()
         if self._loaded:
@@ -328,15 +329,18 @@ class SchedulerSide:
         self._apply(self.planner.settle_copies(time.monotonic()))
 
     def _apply(self, settled: Settled) -> None:
+        if settled is NOTHING_SETTLED:
+            return
         # A request whose load failed is reported by the workers, in the step whose plan says so.
         self._loaded += [load.state.request_id for load in settled.loaded if load.is_async]
         self._tell(settled.published, HOST)
 
     def _settle_storage(self) -> None:
+        if self._channels is None or not self._channels.has_news:
+            return
         self.planner.settle_storage(time.monotonic())
-        if self._channels is not None:
-            self._tell(self.planner.take_fetched(), HOST)
-            self._tell(self.planner.take_persisted(), STORAGE)
+        self._tell(self.planner.take_fetched(), HOST)
+        self._tell(self.planner.take_persisted(), STORAGE)
 
     # Whole cache ---------------------------------------------------------------------------------
 

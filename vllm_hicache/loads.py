@@ -148,7 +148,10 @@ class Loads:
     def take_planned(self) -> tuple[tuple[CopyOp, ...], tuple[CopyOp, ...]]:
         """(synchronous, asynchronous) loads for this step's plan, numbered in this order."""
         self._num_steps += 1
-        self._in_doubt = [load for load in self._in_doubt if not self._is_past(load)]
+        if self._in_doubt:
+            self._in_doubt = [load for load in self._in_doubt if not self._is_past(load)]
+        if not self._planned:
+            return (), ()
         planned = sorted(self._planned, key=lambda load: load.is_async)
         self._planned = []
         first, self._next_op = self._next_op, self._next_op + len(planned)

@@ -78,6 +78,7 @@ _GAUGES = (
     ("device_blocks_held", ""),
     *(("operations_running", kind) for kind in ("save", "load", "exists", "fetch", "persist")),
 )
+NOTHING_SETTLED = Settled()
 NO_MATCH = Match(0)
 ASK_AGAIN = Match(None)
 
@@ -278,6 +279,8 @@ class Planner:
         """Consume what all workers have finished, in order."""
         loaded, failed = self._settle_loads(now)
         published = self._settle_saves(now)
+        if not (loaded or failed or published):
+            return NOTHING_SETTLED
         return Settled(tuple(loaded), tuple(failed), tuple(published))
 
     def _settle_saves(self, now: float) -> list[HostPage]:

@@ -149,6 +149,11 @@ class StorageChannels:
             events.append((worker_id, event))
         return events
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``poll`` would return anything; costs nothing."""
+        return bool(self._inbox)
+
     def is_up(self, worker_id: int) -> bool:
         """Whether the last event that ``poll`` returned left this channel up."""
         return self._seen_generation[worker_id] != 0
