@@ -152,16 +152,15 @@ class SilentWorkers:
         self._processes.append(process)
         return process.start()
 
-    def execute(self, plan: StepPlan) -> ReportMetadata | None:
-        """Finish every copy of the plan on every worker, and report where there was one."""
+    def execute(self, plan: StepPlan) -> ReportMetadata:
+        """Finish every copy of the plan on every worker, and report as they do."""
         for board in self._boards:
             for op in plan.saves:
                 board.publish(Direction.SAVE, op.op_id, True, 1e-4)
             for op in (*plan.sync_loads, *plan.loads):
                 board.publish(Direction.LOAD, op.op_id, True, 1e-4)
-        if not (plan.saves or plan.sync_loads or plan.loads):
-            return None
-        return ReportMetadata({rank: board.read() for rank, board in enumerate(self._boards)})
+        progress = {rank: board.read() for rank, board in enumerate(self._boards)}
+        return ReportMetadata(progress, plan.number)
 
     def close(self) -> None:
         for process in self._processes:
@@ -258,9 +257,7 @@ class SchedulerRig:
             scheduler_s=ended - ran + scheduled - started,
         )
 
-    def _model_output(
-        self, output: SchedulerOutput, report: ReportMetadata | None
-    ) -> ModelRunnerOutput:
+    def _model_output(self, output: SchedulerOutput, report: ReportMetadata) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [
