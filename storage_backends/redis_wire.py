@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from vllm_hicache.storage import ReadOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vllm_hicache.storage import ObjectRead, ObjectWrite
 
@@ -210,6 +210,7 @@ class Wire(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._receiver: Receiver[Any] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._pieces: Iterator[bytes | memoryview] = iter(())
         self._is_paused = False
         self._reason = "the server closed the connection"
         # As soon as a byte waits; 0 would hang with TLS, where even an empty buffer reaches it.
@@ -239,7 +240,7 @@ class Wire(asyncio.BufferedProtocol):
         if not self.is_closed:
             self.is_closed = True
             self._reason = reason
-            self._receiver = None
+            self._drop_buffers()
             self._transport.abort()
             self._wake()
 
@@ -247,29 +248,31 @@ class Wire(asyncio.BufferedProtocol):
         self, pieces: Iterable[bytes | memoryview], receiver: Receiver[R_co]
     ) -> R_co:
         self._receiver = receiver
+        self._pieces = iter(pieces)
         try:
-            for piece in pieces:
-                self._transport.write(piece)
-                await self._until(lambda: not self._is_paused)
-            await self._until(lambda: receiver.is_complete)
+            self._send()
+            while not receiver.is_complete and not self.is_closed:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
         except BaseException:
             self.close("given up")
             raise
         finally:
-            self._receiver = None
+            self._receiver = self._waiter = None
+        if self.is_closed:
+            raise ConnectionLost(self._reason)
         return receiver.result()
 
-    async def _until(self, is_reached: Callable[[], bool]) -> None:
-        while True:
-            if self.is_closed:
-                raise ConnectionLost(self._reason)
-            if is_reached():
+    def _send(self) -> None:
+        """Write until the socket is full; the transport then calls `resume_writing`."""
+        for piece in self._pieces:
+            self._transport.write(piece)
+            if self._is_paused or self.is_closed:
                 return
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+
+    def _drop_buffers(self) -> None:
+        self._receiver = None
+        self._pieces = iter(())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -303,7 +306,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._wake()
+        self._send()
 
     def eof_received(self) -> None:
         """The transport closes itself."""
@@ -312,7 +315,7 @@ class Wire(asyncio.BufferedProtocol):
         if exc is not None:
             self._reason = str(exc)
         self.is_closed = True
-        self._receiver = None
+        self._drop_buffers()
         self._wake()
         self._tell_lost(self)
 
