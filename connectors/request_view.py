@@ -18,22 +18,30 @@ NoteMaker = Callable[["Request", int], object]
 class RequestTokens:
     """The planner's view of one request. Page hashes grow with its tokens, never beyond them."""
 
-    __slots__ = ("_chain", "_extras", "_make_note", "request", "request_id")
+    __slots__ = ("_chain", "_extras", "_make_note", "_num_prompt_tokens", "request", "request_id")
 
     def __init__(self, request: "Request", page_size: int, make_note: NoteMaker | None) -> None:
         self.request = request
         self.request_id: str = request.request_id
         lora = lora_identity(request.lora_request) if request.lora_request else None
         root = chain_root(cache_salt=request.cache_salt or None, lora=lora)
-        self._chain = PageHashChain(page_size, root)
-        self._extras = page_extras(request, page_size)
         self._make_note = make_note
+        self._begin(PageHashChain(page_size, root))
+
+    def _begin(self, chain: PageHashChain) -> None:
+        self._chain = chain
+        self._extras = page_extras(self.request, chain.page_size)
+        self._num_prompt_tokens = self.request.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
         return self.request.num_tokens
 
     def page_hashes(self, num_pages: int) -> Sequence[bytes]:
+        if self.request.num_prompt_tokens != self._num_prompt_tokens:
+            # The next part of a streamed prompt: it may bring images, and has replaced the last
+            # generated token, which vLLM never computed.
+            self._begin(PageHashChain(self._chain.page_size, self._chain.root))
         chain = self._chain
         if len(chain.hashes) < num_pages:
             chain.extend(self.request.all_token_ids, num_pages * chain.page_size, self._extras)

@@ -1,11 +1,14 @@
 """Page keys of vLLM's own Request objects: what shares pages with what."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.request import Request
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, StreamingUpdate
 
 from vllm_hicache.connectors.request_view import RequestTokens
 
@@ -145,6 +148,48 @@ def test_what_was_generated_behind_prompt_embeddings_is_keyed_by_its_tokens():
 
     assert num_shared(answered(1), answered(1)) == 2
     assert num_shared(answered(1), answered(2)) == 1
+
+
+def stream(session, tokens, features=None):
+    """What vLLM does to a request whose next part arrives."""
+    update = StreamingUpdate(
+        mm_features=features,
+        prompt_token_ids=tokens,
+        max_tokens=4,
+        arrival_time=0.0,
+        sampling_params=SamplingParams(max_tokens=4),
+    )
+    scheduler = SimpleNamespace(
+        hash_block_size=PAGE, num_waiting_for_streaming_input=0, log_stats=False
+    )
+    Scheduler._update_request_as_session(scheduler, session, update)
+
+
+def test_a_streamed_prompt_has_the_keys_of_the_tokens_that_were_computed():
+    session = make_request(tokens=TOKENS[: PAGE - 2], resumable=True)
+    tokens = RequestTokens(session, PAGE, None)
+    session.append_output_token_ids([7, 8])
+    session.num_computed_tokens = PAGE - 1
+    assert len(tokens.page_hashes(1)) == 1  # with the 8 that the next part takes the place of
+    stream(session, TOKENS[:PAGE])
+    same = [*TOKENS[: PAGE - 2], 7, *TOKENS[:PAGE]]
+    assert list(tokens.page_hashes(1)) == keys(1, tokens=same)
+
+
+def test_an_image_that_comes_with_a_later_part_of_a_prompt_is_in_its_pages():
+    def streamed(identifier):
+        session = make_request(tokens=TOKENS[:PAGE], resumable=True)
+        tokens = RequestTokens(session, PAGE, None)
+        first = list(tokens.page_hashes(1))
+        session.num_computed_tokens = PAGE
+        stream(session, TOKENS[PAGE : 3 * PAGE], [image(identifier, PAGE + 2, 4)])
+        assert tokens.page_hashes(3)[:1] == first
+        return list(tokens.page_hashes(3))
+
+    assert num_shared(streamed("cat"), streamed("cat")) == 3
+    assert num_shared(streamed("cat"), streamed("dog")) == 2
+    whole = keys(3, mm_features=[image("cat", 2 * PAGE + 2, 4)])
+    assert num_shared(streamed("cat"), whole) == 3
 
 
 @pytest.mark.parametrize(
