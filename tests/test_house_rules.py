@@ -5,6 +5,7 @@ import importlib.metadata
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -98,10 +99,15 @@ class ImportFinder(ast.NodeVisitor):
         self.found.append(Import(target, name, line, at_import=not self._num_functions))
 
 
-def imports_of(path: Path) -> list[Import]:
+@cache
+def _imports(text: str) -> tuple[Import, ...]:
     finder = ImportFinder()
-    finder.visit(ast.parse(path.read_text()))
-    return finder.found
+    finder.visit(ast.parse(text))
+    return tuple(finder.found)
+
+
+def imports_of(path: Path) -> tuple[Import, ...]:
+    return _imports(path.read_text())
 
 
 def wrong_directions(root: Path) -> list[str]:
