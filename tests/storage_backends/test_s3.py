@@ -57,7 +57,7 @@ class TestS3OnSeaweedFs(StorageBackendTests):
         self.s3 = seaweedfs_server
 
     def open_for_test(self, place):
-        return backend_at(self.s3.url(place))
+        return backend_at(self.s3.url(place), operation_timeout_s=60)  # machines may be busy
 
     def writer_program(self, place):
         return WRITER.format(url=self.s3.url(place), num_bytes=self.large_bytes)
@@ -77,7 +77,7 @@ class TestS3OnMoto(StorageBackendTests):
         self.s3 = moto_server
 
     def open_for_test(self, place):
-        return backend_at(self.s3.url(place))
+        return backend_at(self.s3.url(place), operation_timeout_s=60)  # machines may be busy
 
     def writer_program(self, place):
         return WRITER.format(url=self.s3.url(place), num_bytes=self.large_bytes)
