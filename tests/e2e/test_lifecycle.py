@@ -1,14 +1,11 @@
 """A server whose storage process is killed, and that is told to end: what it keeps and leaves."""
 
-import contextlib
 import os
 import signal
-import threading
 import time
-import urllib.error
-from collections.abc import Iterator
 
 import pytest
+from client_load import load_on
 from live_server import (
     PAGE,
     LiveServer,
@@ -30,42 +27,6 @@ OBJECTS_PER_PAGE = 2
 EXTRA = {"log_interval_s": 1, "fixed_weights": True}
 
 
-@contextlib.contextmanager
-def load_on(server: LiveServer, *, num_clients: int = 3) -> Iterator[list[object]]:
-    """Clients that send one new prompt after the other; yields what became of them.
-
-    A client ends at its first error. Leaving ends all.
-    """
-    outcomes: list[object] = []
-    ended = threading.Event()
-
-    def send(client: int) -> None:
-        number = 0
-        while not ended.is_set():
-            number += 1
-            seed = 10_000 * (client + 1) + number
-            try:
-                outcomes.append(server.complete(prompt_of(seed, 6 * PAGE), max_tokens=8))
-            except (OSError, urllib.error.HTTPError) as error:
-                outcomes.append(error)
-                return
-
-    clients = [threading.Thread(target=send, args=(i,)) for i in range(num_clients)]
-    for client in clients:
-        client.start()
-    try:
-        wait_until(lambda: len(outcomes) >= num_clients)
-        yield outcomes
-    finally:
-        ended.set()
-        for client in clients:
-            client.join()
-
-
-def _errors(outcomes: list[object]) -> list[object]:
-    return [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-
-
 def _assert_nothing_is_left(folder, before: set[str]) -> None:
     wait_until(lambda: unused_shared_memory() <= before)
     assert temporary_files(folder) == []
@@ -79,7 +40,7 @@ def _assert_killed_storage_returns(server: LiveServer, prompt, control) -> None:
         num_before = len(outcomes)
         wait_until(lambda: server.storage_pids() not in ([], [first]))
         wait_until(lambda: len(outcomes) >= num_before + 6)
-    assert _errors(outcomes) == []
+    assert [outcome.error for outcome in outcomes if outcome.error] == []
     server.nudge()
     assert server.count("storage_restarts_total") == 1
     assert server.reset("?reset_external=true")
@@ -120,7 +81,7 @@ def test_killed_storage_returns_and_an_ended_engine_is_persisted_and_found_again
             started = time.monotonic()
             assert server.terminate() < EXIT_LIMIT_S
         assert time.monotonic() - started < EXIT_LIMIT_S
-        assert _errors(outcomes)  # the load went on until the end
+        assert any(outcome.error for outcome in outcomes)  # there was load until the end
     _assert_nothing_is_left(tmp_path, before)
 
 
