@@ -52,13 +52,13 @@ def test_a_load_has_landed_when_the_slowest_worker_says_so():
 def test_synchronous_loads_are_numbered_before_asynchronous_ones_of_the_same_step():
     rig = Rig(sync_load_max_s=1.0)
     rig.fill_host(TOKENS[:8])
-    first, second = rig.request("a", TOKENS[:9]), rig.request("b", TOKENS[:9])
-    assert not rig.begin_load(first).is_async
-    second.is_offer_async = True
-    second.num_offered_tokens = 8
-    rig.planner.begin_load(second, 8, rig.new_blocks(8), 0.0)
+    later, now = rig.request("later", TOKENS[:9]), rig.request("now", TOKENS[:9])
+    for state, is_async in ((later, True), (now, False)):
+        state.num_offered_tokens, state.is_offer_async = 8, is_async
+        rig.planner.begin_load(state, 8, rig.new_blocks(8), 0.0)
     plan = rig.plan()
     assert ([op.op_id for op in plan.sync_loads], [op.op_id for op in plan.loads]) == ([1], [2])
+    assert plan.sync_loads[0].copies[0, 2] == 4  # the blocks of the second request
 
 
 @pytest.mark.parametrize(("page", "block"), [(16, 4), (4, 16), (8, 8)])

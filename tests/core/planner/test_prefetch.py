@@ -459,6 +459,16 @@ def test_a_reset_mid_fetch_publishes_nothing_more_and_frees_at_the_release():
     rig.audit(is_idle=True)
 
 
+def test_the_first_page_of_a_fetch_from_before_a_reset_is_not_published_either():
+    rig = _rig()
+    state, fetch = _reading(rig)
+    rig.planner.reset("hc1-other", [state])
+    rig.end_fetch(fetch.op, 6)
+    assert rig.in_host(state) == 0
+    assert rig.planner.take_fetched() == []
+    assert rig.planner.host.slots.num_used == 0
+
+
 def test_after_a_reset_storage_is_asked_under_the_new_namespace():
     rig = _rig()
     rig.planner.reset("hc1-other")
