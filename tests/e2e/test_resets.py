@@ -29,7 +29,7 @@ def test_a_reset_right_after_an_answer_succeeds_twenty_times_in_a_row(
     engine_and_spy: tuple[Engine, CopySpy, bool],
 ) -> None:
     engine, spy, _ = engine_and_spy
-    spy.delay_s[Direction.SAVE] = 0.02
+    spy.delay_s[Direction.SAVE] = 0.01
     caught_in_flight = 0
     for i in range(20):
         engine.ask([prompt_of(f"reset {i}", 3 * PAGE)], max_tokens=2)

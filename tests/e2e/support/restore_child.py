@@ -45,7 +45,7 @@ def run_phase(engine: Engine, name: str, specification: Mapping[str, Any]) -> di
     }
 
 
-def wait_for_reads(engine: Engine, patience_s: float = 2.5) -> None:
+def wait_for_reads(engine: Engine, patience_s: float = 10.0) -> None:
     """Storage processes tell their totals once a second; wait until all fetched bytes are told."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
