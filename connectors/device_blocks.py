@@ -49,4 +49,4 @@ def drain_before_reset(manager: "KVCacheManager", drain: Callable[[], None]) -> 
         drain()
         return reset()
 
-    manager.reset_prefix_cache = drained_reset  # type: ignore[method-assign]
+    manager.reset_prefix_cache = drained_reset

@@ -14,13 +14,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class Selection(NamedTuple):
-    """Units of some layers: ``view[index]`` is [units, layers, *row].
+    """Units of some layers: ``view[units]`` is [units, layers, *row].
 
     In that order the bytes on the device are the bytes in the pages; only words may differ.
     """
 
     view: Tensor
-    index: tuple[Tensor, Tensor, Tensor]
+    units: tuple[Tensor, Tensor, Tensor]
 
 
 class PartView:
@@ -113,10 +113,10 @@ def strided_bytes(
 
 def move(source: Selection, target: Selection, scratch: Tensor) -> None:
     """Copy ``source`` over ``target`` by way of ``scratch`` (flat bytes, at least as many)."""
-    shape = torch.broadcast_shapes(*(index.shape for index in source.index))
+    shape = torch.broadcast_shapes(*(index.shape for index in source.units))
     gathered = _dense(scratch, shape, source.view)
-    torch.ops.aten.index.Tensor_out(source.view, source.index, out=gathered)
-    target.view.index_put_(target.index, _dense(scratch, shape, target.view))
+    torch.ops.aten.index.Tensor_out(source.view, source.units, out=gathered)
+    target.view.index_put_(target.units, _dense(scratch, shape, target.view))
 
 
 def _dense(scratch: Tensor, shape: torch.Size, view: Tensor) -> Tensor:

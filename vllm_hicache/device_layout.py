@@ -104,6 +104,7 @@ def device_layers(
             f"packing {rows.packing} needs all tokens of a head side by side; "
             f"layout {layout_name} separates them"
         )
+    parts: tuple[RowPart, ...]
     if rows.packing == "k_transposed":
         parts = _transposed_parts(rows, block_size, common)
     else:
