@@ -1,6 +1,6 @@
 """Host -> device: loads that are planned or running, and who waits for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from vllm_hicache.progress import Outcome
 from vllm_hicache.request_state import RequestState
 from vllm_hicache.tiers import Tier
 
-DOUBT_STEPS = 64
+DOUBT_STEPS = 32
 """Steps until a failed synchronous load is forgotten. More than vLLM ever has in flight, so that
 every request that computed on top of it has been told by then; fewer would save garbage."""
 
@@ -38,7 +38,8 @@ class RunningLoad:
     num_storage_tokens: int
     started_at: float
     is_ok: bool | None = None
-    """None until every worker has acknowledged it."""
+    """None until every worker has acknowledged it; a synchronous one is False at once when some
+    worker has failed."""
     forget_at: int = 0
     """Step from which a failed synchronous load is no longer in doubt."""
     is_stale: bool = False
@@ -71,6 +72,8 @@ class Loads:
         self._running: dict[int, RunningLoad] = {}
         self._landing: dict[bytes, RunningLoad] = {}
         self._in_doubt: list[RunningLoad] = []
+        self.num_failed_visibly = 0
+        """Synchronous loads that failed: others may have seen their blocks."""
         self._num_steps = 0
 
     @property
@@ -162,13 +165,27 @@ class Loads:
             tuple(op for op, load in numbered if load.is_async),
         )
 
+    def distrust(self, op_ids: Iterable[int]) -> None:
+        """Some worker has failed in these loads; others may not have finished them."""
+        for op_id in op_ids:
+            load = self._running.get(op_id)
+            if load is not None:
+                self._fail(load)
+
+    def _fail(self, load: RunningLoad) -> None:
+        if load.is_ok is None and not load.is_async:
+            load.is_ok = False
+            load.forget_at = self._num_steps + DOUBT_STEPS
+            self.num_failed_visibly += 1
+
     def settle(self, outcome: Outcome, now: float) -> RunningLoad:
         """Every worker has finished this load. Pages of a failed one are in doubt and leave."""
         load = self._running.pop(outcome.op_id, None)
         if load is None:
             raise InvariantBroken(f"load {outcome.op_id} is reported, but it is not running")
+        if not outcome.is_ok:
+            self._fail(load)
         load.is_ok = outcome.is_ok
-        load.forget_at = self._num_steps + DOUBT_STEPS
         for page in load.pages:
             if self._landing.get(page.page_hash) is load:
                 del self._landing[page.page_hash]

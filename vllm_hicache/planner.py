@@ -277,7 +277,11 @@ class Planner:
 
     def settle_copies(self, now: float) -> Settled:
         """Consume what all workers have finished, in order."""
+        num_failed = self.loads.num_failed_visibly
+        self.loads.distrust(self.join.failures(Direction.LOAD))
         loaded, failed = self._settle_loads(now)
+        if self.loads.num_failed_visibly > num_failed:
+            self._blocks.forget_cached()  # before the next lookup
         published = self._settle_saves(now)
         if not (loaded or failed or published):
             return NOTHING_SETTLED

@@ -110,6 +110,10 @@ class ProgressJoin:
         lane.consumed = agreed
         return outcomes
 
+    def failures(self, direction: Direction) -> set[int]:
+        """Operations that failed on some worker while others are behind: not consumed yet."""
+        return self._lanes[direction].failed
+
     def consumed(self, direction: Direction) -> int:
         return self._lanes[direction].consumed
 

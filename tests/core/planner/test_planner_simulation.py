@@ -324,8 +324,7 @@ class Simulation:
         for worker in self.workers:
             if self.rng.random() < 0.2:
                 self.planner.join.update(worker.worker_id, worker.late_progress())
-            if self.rng.random() < 0.9:
-                self.planner.join.update(worker.worker_id, worker.progress())
+            self.planner.join.update(worker.worker_id, worker.progress())
         self.planner.costs.prefilled(self.rng.choice((8, 256)), self.prefill_s)
 
     # The end -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import pytest
 from planner_rig import Rig
 
 from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.loads import DOUBT_STEPS
 from vllm_hicache.plan import Direction
 from vllm_hicache.progress import WorkerProgress
 from vllm_hicache.saves import MAX_PAGES_PER_SAVE
@@ -325,11 +326,23 @@ def test_a_failed_load_is_forgotten_when_no_step_from_its_time_can_run_any_more(
     state = _sync_load_and_save(rig)
     rig.finish_loads(failed=[1])
     rig.finish_saves()
-    for _ in range(64):
+    for _ in range(DOUBT_STEPS):
         rig.compute(state, 16)
         assert rig.plan().saves == ()
-    assert rig.blocks.num_forgotten == 64
+    assert rig.blocks.num_forgotten == 1 + DOUBT_STEPS
     rig.compute(state, 16)
     (save,) = rig.plan().saves
     assert len(save.copies) == 4
-    assert rig.blocks.num_forgotten == 64
+    assert rig.blocks.num_forgotten == 1 + DOUBT_STEPS
+
+
+def test_a_synchronous_load_is_doubted_as_soon_as_one_worker_has_failed():
+    rig = Rig(sync_load_max_s=1.0, num_workers=2)
+    state = _sync_load_and_save(rig)
+    rig.finish_loads(workers=[0], failed=[1])
+    assert rig.blocks.num_forgotten == 1  # before vLLM looks anybody up again
+    rig.compute(state, 16)
+    assert rig.plan().saves == ()
+    rig.finish_loads(workers=[1])
+    rig.finish_saves()
+    assert rig.in_host(state) == 0

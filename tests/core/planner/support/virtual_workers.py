@@ -80,21 +80,23 @@ class VirtualWorker:
         self._lanes: dict[Direction, deque[tuple[CopyOp, bool]]] = {d: deque() for d in Direction}
         self._done = dict.fromkeys(Direction, 0)
         self._failed: dict[Direction, list[int]] = {d: [] for d in Direction}
-        self._loads_told = 0
+        self._told = dict.fromkeys(Direction, 0)
         self._old_progress: deque[WorkerProgress] = deque([WorkerProgress()], maxlen=4)
 
     # Reports -----------------------------------------------------------------------------------
 
     def progress(self) -> WorkerProgress:
-        """What the board says. The thread of the loads may be late to write to it."""
-        if self._rng.random() < 0.7:
-            self._loads_told = self._done[Direction.LOAD]
+        """What the board says. A thread may be late to write to it, except that a failed copy is
+        told before the forward that it spoils."""
+        for direction, done in self._done.items():
+            if self._rng.random() < 0.7:
+                self._told[direction] = done
         progress = WorkerProgress(
-            saves_done=self._done[Direction.SAVE],
-            loads_done=self._loads_told,
+            saves_done=self._told[Direction.SAVE],
+            loads_done=self._told[Direction.LOAD],
             failed_saves=tuple(self._failed[Direction.SAVE]),
             failed_loads=tuple(self._failed[Direction.LOAD]),
-            load_busy_s=self._done[Direction.LOAD] * 0.001,
+            load_busy_s=self._told[Direction.LOAD] * 0.001,
         )
         self._old_progress.append(progress)
         return progress
@@ -138,6 +140,7 @@ class VirtualWorker:
         if not is_ok:
             self._spoil(direction, op)
             self._failed[direction].append(op.op_id)
+            self._told[direction] = op.op_id
         self._done[direction] = op.op_id
         return True
 
