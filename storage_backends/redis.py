@@ -129,6 +129,7 @@ class RedisBackend:
         """As `StorageBackend.close`."""
         for question in self._questions:
             question.cancel()
+        await asyncio.gather(*self._questions, return_exceptions=True)
         await self._calls.close()
 
     async def _try_commands(self) -> None:
