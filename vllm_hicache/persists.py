@@ -20,6 +20,11 @@ MAX_PAGES_PER_PERSIST = 16
 operation loses less when one page is dropped and costs more messages."""
 
 
+RETRY_S = 5.0
+"""After a drop, pages that were dropped are not offered again for so long. Sooner, every request
+would send its whole chain to a tier that is down; later, more pages leave host unstored."""
+
+
 @dataclass(slots=True)
 class _Persist:
     """Pages that storage processes read from host. Pinned until every worker released them."""
@@ -49,6 +54,7 @@ class Persists:
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._deadline_s = deadline_s
+        self._retry_at = 0.0
         self._running: dict[int, _Persist] = {}
         self._stored: list[HostPage] = []
 
@@ -65,7 +71,7 @@ class Persists:
         """Pages of all running persists, one entry a pin."""
         return [page for persist in self._running.values() for page in persist.pages]
 
-    def start(self, pages: list[HostPage], namespace: str) -> None:
+    def start(self, pages: list[HostPage], namespace: str, now: float) -> None:
         """Send pages to storage, in chain order. While storage is away they stay in host only
         and are sent when they are used again."""
         wanted = [
@@ -74,21 +80,21 @@ class Persists:
             if page.is_present and not page.is_persisted and not page.is_persisting
         ]
         for i in range(0, len(wanted), MAX_PAGES_PER_PERSIST):
-            self._send(wanted[i : i + MAX_PAGES_PER_PERSIST], namespace)
+            self._send(wanted[i : i + MAX_PAGES_PER_PERSIST], namespace, now)
 
-    def catch_up(self, page: HostPage, namespace: str) -> None:
+    def catch_up(self, page: HostPage, namespace: str, now: float) -> None:
         """Send what storage lacks of the chain that ends in this page, ancestors first. O(chain):
         a page that was dropped may have descendants that were stored."""
-        if not self._link.is_up:
+        if now < self._retry_at or not self._link.is_up:
             return
         chain = []
         ancestor: HostPage | None = page
         while ancestor is not None:
             chain.append(ancestor)
             ancestor = ancestor.parent
-        self.start(chain[::-1], namespace)
+        self.start(chain[::-1], namespace, now)
 
-    def handle(self, worker_id: int, event: PersistDone | PersistReleased) -> bool:
+    def handle(self, worker_id: int, event: PersistDone | PersistReleased, now: float) -> bool:
         """Take one answer; False when the operation is unknown."""
         persist = self._running.get(event.op)
         if persist is None:
@@ -105,7 +111,7 @@ class Persists:
             if persist.answer.settle(worker_id, "cancelled"):
                 persist.is_stored = False
             persist.answer.released.add(worker_id)
-        self._finish(event.op, persist)
+        self._finish(event.op, persist, now)
         return True
 
     def lose_worker(self, worker_id: int) -> None:
@@ -114,18 +120,18 @@ class Persists:
             if persist.answer.settle(worker_id, "unavailable"):
                 persist.is_stored = False
 
-    def regain_worker(self, worker_id: int) -> None:
+    def regain_worker(self, worker_id: int, now: float) -> None:
         """Its successor said hello: nobody reads the old slots any more."""
         for op, persist in list(self._running.items()):
             persist.answer.released.add(worker_id)
-            self._finish(op, persist)
+            self._finish(op, persist, now)
 
     def forget(self) -> None:
         """Reset: results of running persists no longer matter, their pins do."""
         for persist in self._running.values():
             persist.is_stale = True
 
-    def _send(self, pages: list[HostPage], namespace: str) -> None:
+    def _send(self, pages: list[HostPage], namespace: str, now: float) -> None:
         op = self._link.next_number()
         message = Persist(
             op,
@@ -136,16 +142,16 @@ class Persists:
         )
         answer = WorldAnswer(self._link.world_size)
         if not self._link.broadcast(message, answer):
-            self._drop(len(pages), "unavailable")
+            self._drop(len(pages), "unavailable", now)
             return
         self._host.pin(pages)
         for page in pages:
             page.is_persisting = True
         persist = _Persist(pages, answer, is_stored=not answer.released)
         self._running[op] = persist
-        self._finish(op, persist)
+        self._finish(op, persist, now)
 
-    def _finish(self, op: int, persist: _Persist) -> None:
+    def _finish(self, op: int, persist: _Persist, now: float) -> None:
         answer = persist.answer
         if not (answer.is_settled and answer.is_released):
             return
@@ -159,9 +165,10 @@ class Persists:
         self._host.unpin(persist.pages)
         if not persist.is_stored:
             reason = "reset" if persist.is_stale else answer.reason
-            self._drop(len(persist.pages) - answer.agreed, reason)
+            self._drop(len(persist.pages) - answer.agreed, reason, now)
 
-    def _drop(self, num_pages: int, reason: str) -> None:
+    def _drop(self, num_pages: int, reason: str, now: float) -> None:
+        self._retry_at = now + RETRY_S
         known = ("backlog", "full", "deadline", "reset", "cancelled")
         reason = reason if reason in known else "unavailable"
         self._metrics.count("persist_dropped_tokens", num_pages * self._page_size, reason)

@@ -235,7 +235,7 @@ class Planner:
         present = self.host.index.match(hashes, state.num_saved_pages)
         page = self.host.index.get(hashes[present - 1]) if present else None
         if page is not None:
-            self.persists.catch_up(page, self.namespace)
+            self.persists.catch_up(page, self.namespace, now)
 
     def preempt(self, state: RequestState) -> None:
         """vLLM took the blocks back; running copies hold theirs and go on."""
@@ -297,7 +297,7 @@ class Planner:
             pages = self.saves.settle(outcome, now)
             self.metrics.count("saved_bytes", len(pages) * self._bytes_per_page)
             if pages and self.persists is not None:
-                self.persists.start(pages, self.namespace)
+                self.persists.start(pages, self.namespace, now)
             published += pages
         return published
 
@@ -348,7 +348,7 @@ class Planner:
             return
         known = True
         if isinstance(event, ChannelUp):
-            persists.regain_worker(worker_id)
+            persists.regain_worker(worker_id, now)
             prefetcher.regain_worker(worker_id, now)
         elif isinstance(event, ChannelDown):
             self.metrics.count("storage_restarts")
@@ -359,7 +359,7 @@ class Planner:
             incarnation = link.incarnation(worker_id)
             self._storage_counters.absorb(worker_id, incarnation, event.counters)
         elif isinstance(event, PersistDone | PersistReleased):
-            known = persists.handle(worker_id, event)
+            known = persists.handle(worker_id, event, now)
         elif not isinstance(event, Hello | Drained):
             known = prefetcher.handle(worker_id, event, now)  # type: ignore[arg-type]
         if not known:

@@ -3,7 +3,7 @@
 import pytest
 from planner_rig import NAMESPACE, Rig
 
-from vllm_hicache.persists import MAX_PAGES_PER_PERSIST
+from vllm_hicache.persists import MAX_PAGES_PER_PERSIST, RETRY_S
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_messages import (
     Persist,
@@ -92,12 +92,31 @@ def test_unpersisted_pages_are_caught_up_when_the_chain_is_used_again():
     assert _sent(rig) == []
     assert rig.total("persist_dropped_tokens/unavailable") == 8
     rig.say(ChannelUp(2))
+    rig.now += RETRY_S
     state = rig.request("again", TOKENS[:9])
     rig.compute(state, 9)
     (persist,) = _sent(rig)
     assert unpack_hashes(persist.hashes) == state.tokens.page_hashes(2)[:2]
     rig.compute(state, 9)
     assert len(_sent(rig)) == 1
+
+
+def test_a_tier_that_drops_pages_is_not_offered_them_by_every_request():
+    rig = _rig()
+    rig.fill_host(TOKENS[:8])
+    rig.say(PersistDone(1, 0, 0, 2, "full"))
+    rig.say(PersistReleased(1))
+    for number, now in enumerate((0.0, 1.0, RETRY_S - 0.1)):
+        rig.now = now
+        rig.compute(rig.request(f"early-{number}", TOKENS[:8]), 8)
+        assert len(_sent(rig)) == 1
+    rig.compute(rig.request("new", [*TOKENS[:8], 1, 2, 3, 4, 5]), 13)
+    rig.plan()
+    rig.finish_saves()
+    assert len(unpack_hashes(_sent(rig)[-1].hashes)) == 1
+    rig.now = RETRY_S
+    rig.compute(rig.request("later", TOKENS[:8]), 8)
+    assert len(unpack_hashes(_sent(rig)[-1].hashes)) == 2
 
 
 def test_a_hole_above_a_stored_page_is_caught_up():
@@ -111,6 +130,7 @@ def test_a_hole_above_a_stored_page_is_caught_up():
     rig.say(PersistDone(second.op, 2, 0, 0, "complete"))
     for message in (first, second):
         rig.say(PersistReleased(message.op))
+    rig.now += RETRY_S
     state = rig.request("again", tokens)
     rig.compute(state, len(tokens))
     assert unpack_hashes(_sent(rig)[-1].hashes) == unpack_hashes(first.hashes)
