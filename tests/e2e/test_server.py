@@ -204,6 +204,44 @@ def test_resets_right_after_an_answer_succeed(server):
         assert server.reset("?reset_external=true"), seed
 
 
+TIER_AFTER = {
+    "/reset_prefix_cache": "host",
+    "/reset_prefix_cache?reset_running_requests=true": "host",
+    "/reset_prefix_cache?reset_external=true": "storage",
+    "/reset_mm_cache": "device",
+    "/reset_encoder_cache": "device",
+    "/pause": "storage",
+    "/pause?clear_cache=false": "device",
+    "/pause?mode=keep&clear_cache=false": "device",
+    "/pause?mode=keep": "storage",
+}
+"""Where a prompt comes from after this call: the table of docs/operations.md, fixed weights."""
+
+
+@pytest.mark.parametrize("path", TIER_AFTER)
+def test_which_tiers_a_call_empties(path, server):
+    tier, seed = TIER_AFTER[path], 300 + list(TIER_AFTER).index(path)
+    prompt, hit = prompt_of(seed, 2 * PAGE + 1), 2 * PAGE
+    num_stored = server.count("objects_written_total")
+    control = server.complete(prompt)
+    server.wait_until_stored(num_stored + 2 * OBJECTS_PER_PAGE)
+    changes = Changes(server)
+    server.post(path)
+    if path.startswith("/pause"):
+        server.post("/resume")
+    again = server.complete(prompt)
+    assert again.cached_tokens == hit
+    changes.become(
+        {
+            "vllm:hicache_local_tokens_total": hit * (tier == "device"),
+            "vllm:hicache_served_tokens_total{tier=host}": hit * (tier == "host"),
+            "vllm:hicache_served_tokens_total{tier=storage}": hit * (tier == "storage"),
+            "vllm:hicache_resets_total": float(tier == "storage"),
+        }
+    )
+    _assert_alike([again], [control])
+
+
 def test_a_reset_of_running_requests_keeps_their_answers_right(server):
     prompt = prompt_of(30, 4 * PAGE + 1)
     control = server.complete(prompt, max_tokens=200)
