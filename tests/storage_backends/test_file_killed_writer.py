@@ -47,6 +47,10 @@ asyncio.run(main(root, *map(int, numbers)))
 """
 
 
+MORE_KILLS = 60
+"""Until one kill has met a writer in the middle of a file and another one after a whole file."""
+
+
 def kill_while_saving(root, first: int, delay_s: float) -> None:
     numbers = [str(number) for number in (CAPACITY, NUM_BYTES, first)]
     with subprocess.Popen(
@@ -69,7 +73,9 @@ def item_of(number: int) -> ShardObject:
 async def test_killed_writers_leave_no_wrong_object_and_no_temporary_file(tmp_path, num_kills):
     dice = random.Random(num_kills)
     num_found = num_interrupted = 0
-    for kill in range(num_kills):
+    for kill in range(num_kills + MORE_KILLS):
+        if kill >= num_kills and num_found and num_interrupted:
+            break
         kill_while_saving(tmp_path, 1000 * kill, dice.uniform(0.001, 0.05))
         num_interrupted += bool(list(tmp_path.rglob("*.tmp")))
         storage = CheckedStorage(FileBackend(tmp_path, capacity_bytes=CAPACITY))
