@@ -168,7 +168,8 @@ class Persists:
             self._drop(len(persist.pages) - answer.agreed, reason, now)
 
     def _drop(self, num_pages: int, reason: str, now: float) -> None:
-        self._retry_at = now + RETRY_S
+        if reason != "reset":
+            self._retry_at = now + RETRY_S
         known = ("backlog", "full", "deadline", "reset", "cancelled")
         reason = reason if reason in known else "unavailable"
         self._metrics.count("persist_dropped_tokens", num_pages * self._page_size, reason)
