@@ -43,5 +43,5 @@ def plot_restore(path: Path, results: list[dict[str, Any]], title: str) -> None:
     right.set_ylim(bottom=0)
     figure.suptitle(title, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
