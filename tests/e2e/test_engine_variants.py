@@ -47,11 +47,13 @@ def test_block_sizes_32_and_64_read_each_others_files(
         engine.assert_idle_and_clean()
     with running(tiny_llama(), tmp_path / "store", block_size=64) as engine:
         read = engine.ask([first])
+        engine.assert_kv_is_right(first, 256)
         cold_second = engine.ask([second])
         engine.assert_idle_and_clean()
         assert engine.counters()[FROM_STORAGE] == 256
     with running(tiny_llama(), tmp_path / "store", block_size=32) as engine:
         read_second = engine.ask([second])
+        engine.assert_kv_is_right(second, 256)
         engine.assert_idle_and_clean()
         assert engine.counters()[FROM_STORAGE] == 256
     assert [a.cached for a in (*cold, *read, *cold_second, *read_second)] == [0, 256, 0, 256]
@@ -74,12 +76,15 @@ def test_pages_smaller_than_blocks_restore_whole_blocks(
         engine.settle()
         engine.reset_device()
         host = engine.ask_each(prompts)
+        engine.assert_kv_is_right(prompts[-1], 256)
         engine.settle()
         before = engine.counters()
         engine.reset_all()
         file = engine.ask_each(prompts)
-        engine.assert_idle_and_clean()
+        engine.settle()
         counted = difference(engine.counters(), before)
+        engine.assert_kv_is_right(prompts[-1], 256)
+        engine.assert_idle_and_clean()
     assert [a.cached for a in hit] == expected
     assert [a.cached for a in host] == expected
     assert [a.cached for a in file] == expected

@@ -57,17 +57,6 @@ def engine(shared: Engine, spy: CopySpy) -> Iterator[Engine]:
     shared.assert_idle_and_clean()
 
 
-def device_blocks(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
-    """Blocks in which vLLM's own cache holds the first tokens of a prompt, now."""
-    manager = engine.scheduler.kv_cache_manager
-    request_id = engine.add("look", prompt)
-    request = engine.scheduler.requests[request_id]
-    blocks, found = manager.get_computed_blocks(request)[:2]
-    engine.abort([request_id])
-    assert found >= num_tokens
-    return blocks.get_block_ids()[0][: num_tokens // BLOCK]
-
-
 # What is kept ----------------------------------------------------------------------------------
 
 
@@ -83,6 +72,17 @@ def test_chunked_prefill_saves_and_restores_a_prompt_of_many_chunks(engine: Engi
     assert [a.cached for a in hit] == [992]
 
 
+def test_each_restored_block_holds_bit_for_bit_what_was_saved_from_it(engine: Engine) -> None:
+    prompt = prompt_of("bit for bit", 9 * PAGE + 5)
+    engine.ask([prompt])
+    engine.settle()
+    saved = engine.device_kv(engine.cached_blocks(prompt, 9 * PAGE))
+    engine.reset_device()  # which also overwrites the blocks
+    assert [answer.cached for answer in engine.ask([prompt])] == [9 * PAGE]
+    assert np.array_equal(engine.device_kv(engine.cached_blocks(prompt, 9 * PAGE)), saved)
+    engine.assert_kv_is_right(prompt, 9 * PAGE)
+
+
 def test_a_local_hit_that_ends_inside_a_page_loads_only_the_missing_blocks(
     engine: Engine, spy: CopySpy
 ) -> None:
@@ -93,8 +93,8 @@ def test_a_local_hit_that_ends_inside_a_page_loads_only_the_missing_blocks(
     engine.ask([prompt[: PAGE + BLOCK + 1]])  # now the device has one page and a half
     engine.settle()
     local = PAGE + BLOCK
-    held = device_blocks(engine, prompt, local)
-    before = engine.device_bytes(held)
+    held = engine.cached_blocks(prompt, local)
+    before = engine.device_kv(held)
     spy.records.clear()
     restored = engine.ask([prompt])
     engine.settle()
@@ -105,7 +105,7 @@ def test_a_local_hit_that_ends_inside_a_page_loads_only_the_missing_blocks(
     # The first block loaded is the second half of page 1; no block is loaded that is shared.
     assert rows[:, 1].tolist() == [1, 0, 1, 0, 1, 0, 1]
     assert set(rows[:, 2].tolist()).isdisjoint(held)
-    assert engine.device_bytes(held) == before
+    assert np.array_equal(engine.device_kv(held), before)
 
 
 def test_a_load_of_wrong_bytes_leaves_shared_blocks_alone_and_is_seen_in_the_answer(
@@ -117,8 +117,8 @@ def test_a_load_of_wrong_bytes_leaves_shared_blocks_alone_and_is_seen_in_the_ans
     engine.reset_device()
     engine.ask([prompt[: PAGE + BLOCK + 1]])
     engine.settle()
-    held = device_blocks(engine, prompt, PAGE + BLOCK)
-    before = engine.device_bytes(held)
+    held = engine.cached_blocks(prompt, PAGE + BLOCK)
+    before = engine.device_kv(held)
     spy.flips_loads = True
     try:
         wrong = engine.ask([prompt])
@@ -126,7 +126,7 @@ def test_a_load_of_wrong_bytes_leaves_shared_blocks_alone_and_is_seen_in_the_ans
     finally:
         spy.flips_loads = False
     assert [a.cached for a in wrong] == [5 * PAGE]
-    assert engine.device_bytes(held) == before
+    assert np.array_equal(engine.device_kv(held), before)
     assert largest_difference(wrong, cold) > 1000 * COLD_TOLERANCE
     with pytest.raises(AssertionError):
         assert_same(wrong, cold, COLD_TOLERANCE)

@@ -44,7 +44,7 @@ def test_preempted_requests_return_from_host_with_right_answers(
         alone = engine.ask_each(salted, max_tokens=100)
         engine.settle()
         if copies_are_slow:
-            spy.delay_s.update(dict.fromkeys(Direction, 0.01))
+            spy.delay_s.update(dict.fromkeys(Direction, 0.05))
         before, seen = engine.counters(), engine.published()["vllm:num_preemptions"]
         crowded = engine.ask(prompts, max_tokens=100)
         engine.settle()
@@ -56,6 +56,28 @@ def test_preempted_requests_return_from_host_with_right_answers(
         engine.reset_device()
         restored = engine.ask_each(prompts, max_tokens=100)
         assert_same(restored, alone, 10 * COLD_TOLERANCE)
+        engine.assert_idle_and_clean()
+
+
+def test_a_late_save_keeps_what_a_finished_request_computed(
+    tiny_llama: Callable[..., Path],
+) -> None:
+    prompts = [prompt_of(f"late save {i}", 2 * PAGE + 5) for i in range(5)]
+    with (
+        spying() as spy,
+        running(tiny_llama(), max_model_len=320, num_gpu_blocks_override=24) as engine,
+    ):
+        spy.close(Direction.SAVE)
+        # Each leaves four blocks to be saved; the fifth request needs more than the three that
+        # were never used, and must not get those of the first.
+        cold = engine.ask_each(prompts)
+        assert engine.free_blocks == engine.first_free_blocks - 5 * 4
+        spy.open()
+        engine.assert_idle_and_clean()
+        engine.reset_device()
+        restored = engine.ask_each(prompts)
+        assert [answer.cached for answer in restored] == [2 * PAGE] * 5
+        assert_same(restored, cold, COLD_TOLERANCE)
         engine.assert_idle_and_clean()
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_hicache.audit import audit
 from vllm_hicache.planner import Planner
 from vllm_hicache.tiers import SlotOwner
@@ -20,6 +22,9 @@ from vllm_hicache.tiers import SlotOwner
 PAGE = 64
 BLOCK = 32
 VOCABULARY = 256
+POISON = 300.0
+KV_TOLERANCE = 1e-4
+"""Keys and values are about 1; computed in other chunks they differ by 1e-6."""
 HEADER_BYTES = 4096
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 OPTIONS: Mapping[str, object] = {"host_memory": "96MiB", "page_size": PAGE}
@@ -154,15 +159,34 @@ class Engine:
         """Of all workers together."""
         return sum(self.planner.options.page_bytes)
 
-    def device_bytes(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Contents of device blocks, layer by layer."""
+    def cached_blocks(self, prompt: Any, num_tokens: int) -> list[int]:
+        """Blocks in which vLLM's own cache holds the first tokens of a prompt, now."""
+        request_id = self.add("look", prompt)
+        blocks, found = self.scheduler.kv_cache_manager.get_computed_blocks(
+            self.scheduler.requests[request_id]
+        )[:2]
+        self.abort([request_id])
+        assert found >= num_tokens, f"{found} tokens are cached, {num_tokens} are wanted"
+        return blocks.get_block_ids()[0][: num_tokens // self.planner.options.block_size]
+
+    def device_kv(self, block_ids: Sequence[int]) -> np.ndarray:
+        """Numbers in these device blocks: [layers, blocks, ...]. The worker lives here."""
+        return np.stack([cache[block_ids].numpy().copy() for cache in self._device_caches()])
+
+    def _device_caches(self) -> Sequence[Any]:
         executor = self.llm.llm_engine.engine_core.engine_core.model_executor
-        caches = executor.driver_worker.worker.model_runner.kv_caches
-        return [
-            cache[block_id].contiguous().numpy().tobytes()
-            for cache in caches
-            for block_id in block_ids
-        ]
+        return executor.driver_worker.worker.model_runner.kv_caches
+
+    def assert_kv_is_right(self, prompt: Sequence[int], num_tokens: int) -> None:
+        """Each cached block holds the KV of its own tokens: what computing them again gives.
+
+        Answers alone do not tell: attention does not mind in which order it sees its keys.
+        """
+        salted = {"prompt_token_ids": list(prompt), "cache_salt": "computed for comparison"}
+        self.ask([salted], max_tokens=1)
+        pair = [self.device_kv(self.cached_blocks(p, num_tokens)) for p in (prompt, salted)]
+        assert pair[0].shape[1] == num_tokens // self.planner.options.block_size > 0
+        np.testing.assert_allclose(*pair, atol=KV_TOLERANCE)
 
     # Questions -----------------------------------------------------------------------------------
 
@@ -197,12 +221,20 @@ class Engine:
         return self.llm.llm_engine.step()
 
     def reset_device(self) -> None:
-        """Drop vLLM's own prefix cache, as ``POST /reset_prefix_cache`` does."""
+        """Drop vLLM's own prefix cache, as ``POST /reset_prefix_cache`` does; see ``poison``."""
         assert self.llm.reset_prefix_cache()
+        self.poison()
 
     def reset_all(self) -> None:
         """Drop vLLM's prefix cache and the connector's."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
+        self.poison()
+
+    def poison(self) -> None:
+        """Overwrite all device blocks, so that a load that copies nothing is seen."""
+        if self.planner.join.world_size == 1:
+            for cache in self._device_caches():
+                cache.fill_(POISON)
 
     # Rest ----------------------------------------------------------------------------------------
 
