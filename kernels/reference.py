@@ -16,7 +16,7 @@ from vllm_hicache.kernels.copy_units import CopyUnits
 from vllm_hicache.kernels.part_view import PartView, move
 from vllm_hicache.kernels.staging import Staging
 from vllm_hicache.layout import PageLayout, granule_tokens
-from vllm_hicache.plan import Direction
+from vllm_hicache.tiers import Direction
 
 CPU_CHUNK_BYTES = 4 << 20  # stays in a shared L3; smaller costs calls, larger memory traffic
 CUDA_CHUNK_BYTES = 32 << 20  # 0.6 ms on PCIe 5; smaller costs launches, larger device memory

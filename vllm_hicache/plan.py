@@ -1,22 +1,18 @@
 """Messages from the scheduler to the workers: one immutable plan per step."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
+
+from vllm_hicache.tiers import Direction
+
+__all__ = ["CopyList", "CopyOp", "Direction", "StepPlan", "copy_list"]
 
 CopyList = np.ndarray
 """[n, 4] int32, C order. Row: host slot, granule in page, block id, granule in block.
 
 A granule is min(page size, block size) tokens, of all layers and heads of a worker.
 """
-
-
-class Direction(StrEnum):
-    """Way of a device copy."""
-
-    SAVE = "save"
-    LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The tiers, and who owns a host slot."""
+"""The tiers, who owns a host slot, and the two ways of a device copy."""
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 
 class Tier(IntEnum):
@@ -17,3 +17,10 @@ class SlotOwner(IntEnum):
     FREE = 0
     OPERATION = 1
     INDEX = 2
+
+
+class Direction(StrEnum):
+    """Way of a device copy."""
+
+    SAVE = "save"
+    LOAD = "load"

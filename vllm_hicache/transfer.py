@@ -18,7 +18,7 @@ import torch
 
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_pool import HostPool
-from vllm_hicache.plan import Direction
+from vllm_hicache.tiers import Direction
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_pool import HostPool
 from vllm_hicache.kernels.reference import PageCopier
 from vllm_hicache.layout import LayerSpan, PageLayout
-from vllm_hicache.transfer import CopyEngine, Direction
+from vllm_hicache.tiers import Direction
+from vllm_hicache.transfer import CopyEngine
 
 SAVE, LOAD = Direction.SAVE, Direction.LOAD
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
