@@ -77,12 +77,15 @@ class RestorePlan:
     def is_expected(self, cached: dict[str, int], length: int, tier: str) -> bool:
         """Whether vLLM counted the hit under the right source, and in full.
 
-        vLLM's own connector keeps chunks of its own size: up to a page less is accepted there.
+        vLLM's own connector keeps chunks of its own size: up to a page less is accepted there,
+        and it adds the last block, which a full device hit leaves to be computed.
         """
         if tier == "cold":
             return not any(cached.values())
         found, expected = cached.get(SOURCE[tier], 0), self.expected(length, tier)
         is_alone = found == sum(cached.values())
+        if self.arm == "native" and tier == "device hit":
+            return found == expected
         if self.arm == "native" and tier != "device hit":
             return is_alone and found > max(0, expected - self.page_size)
         return is_alone and found == expected
