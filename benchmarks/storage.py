@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "hc1-0123456789abcdef"
 MIB = 1 << 20
+_SETTLE_S = 0.1  # a server may free what was deleted in the background
 
 
 class RawClient(Protocol):
@@ -68,6 +69,8 @@ class Service:
     backend: StorageBackend
     raw: dict[str, RawClient]  # the first one is what the backend is compared with
     server_cpu_s: Callable[[], float]
+    empty: Callable[[], Awaitable[None]] | None = None
+    """Leaves nothing of the way before; without it, raw objects are overwritten every round."""
 
 
 class Cost(NamedTuple):
@@ -102,7 +105,10 @@ async def redis_service(options: argparse.Namespace) -> AsyncIterator[Service]:
         await backend.open()
         try:
             raw = {"redis-py + hiredis": RawRedis(client)}
-            yield Service(backend, raw, lambda: _cpu_s(server.pid) if server else 0.0)
+            if server is None:
+                yield Service(backend, raw, lambda: 0.0)
+            else:
+                yield Service(backend, raw, lambda: _cpu_s(server.pid), client.flushall)
         finally:
             await backend.close()
             await client.aclose()
@@ -194,6 +200,7 @@ class Workload:
         checked = CheckedStorage(self._service.backend)
         costs = {}
         for name, raw in self._service.raw.items():
+            await self._empty()
             values = [bytes(self._header) + bytes(item.payload) for item in self._items]
             puts = [lambda i=i, raw=raw, v=values: self._put(raw, i, v[i]) for i in self._numbers]
             costs[name, "write"] = await self._timed(puts)
@@ -208,15 +215,21 @@ class Workload:
             ("backend", self._write, self._read),
             ("backend, checked", checked.persist, checked.fetch),
         ):
-            await self._service.backend.delete([item.name for item in self._items])
+            await self._empty()
             for what, work, good in (
                 ("write", write, WriteOutcome.STORED),
                 ("read", read, FetchOutcome.OK),
             ):
                 calls = [lambda b=b, w=work, g=good: _expect(w, b, g) for b in batches]
                 costs[name, what] = await self._timed(calls)
-        await self._service.backend.delete([item.name for item in self._items])
+        await self._empty()
         return costs
+
+    async def _empty(self) -> None:
+        await self._service.backend.delete([item.name for item in self._items])
+        if self._service.empty:
+            await self._service.empty()
+        await asyncio.sleep(_SETTLE_S)
 
     @property
     def _numbers(self) -> range:
