@@ -208,6 +208,8 @@ class WorkerSide:
             return
         for op in self._plan.sync_loads:
             if not self.engine.make_current_stream_wait(op.op_id, SYNC_LOAD_TIMEOUT_S):
+                # The forward goes without it: it counts as failed, whenever it ends.
+                self._failed_loads.add(op.op_id)
                 self._failed_sync_blocks.update(int(block) for block in op.copies[:, 2])
                 logger.error("HiCache: load %d did not start in time", op.op_id)
             elif op.op_id in self._failed_loads:
@@ -250,8 +252,10 @@ class WorkerSide:
         now = time.monotonic()
         began = max(self._submit_times.pop((direction, op_id), now), self._last_end[direction])
         self._last_end[direction] = now
-        if not is_ok and direction is Direction.LOAD:
-            self._failed_loads.add(op_id)
+        if direction is Direction.LOAD:
+            if not is_ok:
+                self._failed_loads.add(op_id)
+            is_ok = op_id not in self._failed_loads
         if self._board is not None:
             self._board.publish(direction, op_id, is_ok, now - began)
 

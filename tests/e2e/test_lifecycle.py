@@ -77,7 +77,7 @@ def test_killed_storage_returns_and_an_ended_engine_is_persisted_and_found_again
         assert again.tokens == control.tokens
         assert server.count("served_tokens_total{tier=storage}") == 8 * PAGE
         faults.write(Fault(operation="write", hangs=True))
-        with load_on(server) as outcomes:
+        with load_on(server, patience_s=4.0) as outcomes:
             started = time.monotonic()
             assert server.terminate() < EXIT_LIMIT_S
         assert time.monotonic() - started < EXIT_LIMIT_S

@@ -6,7 +6,7 @@ import urllib.error
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from live_server import PAGE, Answer, LiveServer, prompt_of, wait_until
+from live_server import ANSWER_TIMEOUT_S, PAGE, Answer, LiveServer, prompt_of, wait_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,18 @@ class Outcome:
 
 @contextlib.contextmanager
 def load_on(
-    server: LiveServer, *, num_clients: int = 3, num_tokens: int = 6 * PAGE, max_tokens: int = 8
+    server: LiveServer,
+    *,
+    num_clients: int = 3,
+    num_tokens: int = 6 * PAGE,
+    max_tokens: int = 8,
+    patience_s: float = ANSWER_TIMEOUT_S,
 ) -> Iterator[list[Outcome]]:
     """Clients that send one new prompt after the other; yields what became of them so far.
 
     Entered when each has had an answer. A client ends at its first error, all end at the exit.
+    A server that kills its engine may leave requests without an answer and wait for their
+    clients: such a client hangs up after ``patience_s``.
     """
     outcomes: list[Outcome] = []
     ended = threading.Event()
@@ -35,7 +42,8 @@ def load_on(
             number += 1
             prompt = prompt_of(10_000 * (client + 1) + number, num_tokens)
             try:
-                outcomes.append(Outcome(prompt, server.complete(prompt, max_tokens)))
+                answer = server.complete(prompt, max_tokens, patience_s=patience_s)
+                outcomes.append(Outcome(prompt, answer))
             except (OSError, urllib.error.HTTPError, ValueError) as error:
                 outcomes.append(Outcome(prompt, None, error))
                 return

@@ -184,8 +184,14 @@ class LiveServer:
         with urllib.request.urlopen(self.url + path, timeout=ANSWER_TIMEOUT_S) as response:
             return json.loads(response.read())
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 4, **options: object) -> Answer:
-        """A greedy completion of token ids."""
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        patience_s: float = ANSWER_TIMEOUT_S,
+        **options: object,
+    ) -> Answer:
+        """A greedy completion of token ids; hangs up after ``patience_s``."""
         answer = self.post(
             "/v1/completions",
             {
@@ -198,6 +204,7 @@ class LiveServer:
                 "return_tokens_as_token_ids": True,
                 **options,
             },
+            patience_s,
         )
         choice, usage = answer["choices"][0], answer["usage"]
         details = usage.get("prompt_tokens_details") or {}
