@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from itertools import count
+from pathlib import Path
 
 import pytest
 from client_load import load_on
@@ -14,7 +16,6 @@ from live_server import (
     serving,
     stored_files,
     temporary_files,
-    unused_shared_memory,
     wait_until,
 )
 
@@ -27,8 +28,8 @@ OBJECTS_PER_PAGE = 2
 EXTRA = {"log_interval_s": 1, "fixed_weights": True}
 
 
-def _assert_nothing_is_left(folder, before: set[str]) -> None:
-    wait_until(lambda: unused_shared_memory() <= before)
+def _assert_nothing_is_left(server: LiveServer, folder: Path) -> None:
+    wait_until(lambda: not server.left_shared_memory())
     assert temporary_files(folder) == []
 
 
@@ -41,7 +42,13 @@ def _assert_killed_storage_returns(server: LiveServer, prompt, control) -> None:
         wait_until(lambda: server.storage_pids() not in ([], [first]))
         wait_until(lambda: len(outcomes) >= num_before + 6)
     assert [outcome.error for outcome in outcomes if outcome.error] == []
-    server.nudge()
+    num_written, seeds = server.count("objects_written_total"), count(100)
+
+    def is_written_again() -> bool:
+        server.complete(prompt_of(next(seeds), PAGE + 1))
+        return server.count("objects_written_total") > num_written
+
+    wait_until(is_written_again)
     assert server.count("storage_restarts_total") == 1
     assert server.reset("?reset_external=true")
     again = server.complete(prompt)
@@ -56,7 +63,7 @@ def test_killed_storage_returns_and_an_ended_engine_is_persisted_and_found_again
 ):
     """Two lives of one server over one store: the second begins with what the first has saved."""
     url, faults = faulty_url(tmp_path)
-    model, before = tiny_llama(), unused_shared_memory()
+    model = tiny_llama()
     old, new = prompt_of(1, 4 * PAGE + 1), prompt_of(2, 8 * PAGE + 1)
     with serving(model, tmp_path, {**EXTRA, "storage": url}) as server:
         control = server.complete(old)
@@ -68,7 +75,7 @@ def test_killed_storage_returns_and_an_ended_engine_is_persisted_and_found_again
         control = server.complete(new, max_tokens=32)
         assert server.terminate() < EXIT_LIMIT_S
     assert len(stored_files(tmp_path)) == num_before + 8 * OBJECTS_PER_PAGE
-    _assert_nothing_is_left(tmp_path, before)
+    _assert_nothing_is_left(server, tmp_path)
 
     faults.write()
     with serving(model, tmp_path, {**EXTRA, "storage": url}, log="second.log") as server:
@@ -82,13 +89,13 @@ def test_killed_storage_returns_and_an_ended_engine_is_persisted_and_found_again
             assert server.terminate() < EXIT_LIMIT_S
         assert time.monotonic() - started < EXIT_LIMIT_S
         assert any(outcome.error for outcome in outcomes)  # there was load until the end
-    _assert_nothing_is_left(tmp_path, before)
+    _assert_nothing_is_left(server, tmp_path)
 
 
 @pytest.mark.full
 def test_with_a_shutdown_timeout_even_the_last_step_is_persisted(tiny_llama, tmp_path):
     model, prompt = tiny_llama(), prompt_of(3, 16 * PAGE + 1)
-    options = ["--shutdown-timeout", "8"]
+    options = ["--shutdown-timeout", "6"]
     with serving(model, tmp_path, EXTRA, options=options) as server:
         control = server.complete(prompt, max_tokens=1)
         assert server.terminate() < EXIT_LIMIT_S
@@ -102,10 +109,9 @@ def test_with_a_shutdown_timeout_even_the_last_step_is_persisted(tiny_llama, tmp
 @pytest.mark.full
 def test_with_a_shutdown_timeout_and_hung_storage_a_server_ends_in_its_time(tiny_llama, tmp_path):
     url, faults = faulty_url(tmp_path)
-    before = unused_shared_memory()
-    options = ["--shutdown-timeout", "8"]
+    options = ["--shutdown-timeout", "6"]
     with serving(tiny_llama(), tmp_path, {**EXTRA, "storage": url}, options=options) as server:
         faults.write(Fault(operation="write", hangs=True))
         server.complete(prompt_of(4, 8 * PAGE + 1))
         assert server.terminate() < EXIT_LIMIT_S
-    _assert_nothing_is_left(tmp_path, before)
+    _assert_nothing_is_left(server, tmp_path)

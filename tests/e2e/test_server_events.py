@@ -13,7 +13,6 @@ from live_server import (
     free_port,
     prompt_of,
     serving,
-    unused_shared_memory,
     wait_until,
 )
 from vllm.distributed.kv_events import (
@@ -99,17 +98,22 @@ def test_storage_that_is_away_at_start_does_not_stop_the_start_and_joins_later(l
     assert "storage does not answer; starting without it" in server.log() or (
         "Storage cannot be opened" in server.log()
     )
-    control = server.complete(prompt_of(1, 2 * PAGE + 1))
+    prompt = prompt_of(1, 2 * PAGE + 1)
+    control = server.complete(prompt)
     assert server.reset()
-    again = server.complete(prompt_of(1, 2 * PAGE + 1))  # from host
+    again = server.complete(prompt)  # from host
     assert again.cached_tokens == 2 * PAGE
     assert again.tokens == control.tokens
     assert server.count("objects_written_total") == 0
     faults.write()
     wait_until(lambda: "Storage plugin://" in server.log(), timeout_s=60)
+
+    def is_stored() -> bool:
+        server.complete(prompt)
+        return server.count("objects_written_total") >= 4
+
     # Pages that were saved while storage was away go there when they are used again.
-    server.complete(prompt_of(1, 2 * PAGE + 1))
-    server.wait_until_stored(4)
+    wait_until(is_stored)
 
 
 def test_it_was_found_by_its_module_path_and_has_workers_of_its_own(server):
@@ -185,7 +189,7 @@ def test_a_reset_with_reset_external_takes_host_and_storage_back(server, subscri
 
 
 def test_it_ends_in_ten_seconds_and_leaves_nothing(server):
-    before = unused_shared_memory()
     assert len(server.storage_pids()) == 1
+    assert server.left_shared_memory()  # vLLM's own queues to the worker
     assert server.terminate() < 10.0
-    wait_until(lambda: unused_shared_memory() <= before)
+    wait_until(lambda: not server.left_shared_memory())

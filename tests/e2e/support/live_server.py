@@ -93,6 +93,7 @@ class LiveServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._seen: set[int] = set()
+        self._shared_memory: set[str] = set()
         self._mark = f"LIVE_SERVER={uuid.uuid4().hex}".encode()
         name, _, mark = self._mark.decode().partition("=")
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "NO_PROXY": "127.0.0.1"}
@@ -136,7 +137,13 @@ class LiveServer:
         while found := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= found
         self._seen |= family
+        for pid in family:
+            self._shared_memory |= mapped_shared_memory(pid)
         return {pid: command_line(pid) for pid in sorted(family) if is_alive(pid)}
+
+    def left_shared_memory(self) -> set[str]:
+        """What any of its processes had mapped in /dev/shm and is still there."""
+        return self._shared_memory & set(os.listdir("/dev/shm"))
 
     def storage_pids(self) -> list[int]:
         module = "vllm_hicache.storage_process"
@@ -338,13 +345,11 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None
         time.sleep(0.05)
 
 
-def unused_shared_memory() -> set[str]:
-    """Names in /dev/shm that no living process has mapped: what somebody left behind."""
-    used = set()
-    for pid in parents_by_pid():
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                _, found, name = line.partition("/dev/shm/")
-                if found:
-                    used.add(name.partition("/")[0].removesuffix(" (deleted)"))
-    return set(os.listdir("/dev/shm")) - used
+def mapped_shared_memory(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    names = (line.partition("/dev/shm/")[2] for line in lines)
+    return {name.partition("/")[0].removesuffix(" (deleted)") for name in names if name}
