@@ -286,7 +286,7 @@ def new_engine(tmp_path):
     for engine in engines:
         last = engine.process.pid
         engine.close()
-        _wait_until(lambda pid=last: not pid or not _is_alive(pid), timeout_s=1.0)
+        _wait_until(lambda pid=last: not pid or not _is_alive(pid), timeout_s=10.0)
 
 
 @pytest.fixture

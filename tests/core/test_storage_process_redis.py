@@ -34,7 +34,7 @@ def test_a_wrong_password_refuses_the_start(tmp_path, new_engine):
     with running(tmp_path / "server", "--requirepass", "swordfish") as server:
         engine = new_engine(url=f"redis://:secret@127.0.0.1:{server.port}")
         engine.process.start()
-        refusal = engine.process.refusal(10)
+        refusal = engine.process.refusal(60)
         assert f"Redis 127.0.0.1:{server.port} refuses this user" in refusal
         assert "secret" not in refusal
 
