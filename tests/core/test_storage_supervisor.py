@@ -249,7 +249,7 @@ def test_when_the_worker_dies_queued_persists_are_finished_and_nothing_is_left(
     time.sleep(0.02)
     worker.kill()
     worker.wait()
-    wait_until(lambda: not is_alive(pid), timeout_s=15.0)
+    wait_until(lambda: not is_alive(pid), timeout_s=2.0)
     channels.close()
     assert sum("_L0-2_H" in path.name for path in (tmp_path / "store").rglob("*_H?")) == 32
 
@@ -260,7 +260,7 @@ def test_a_forked_relative_that_holds_the_lifeline_does_not_keep_the_process(
     worker, _, pid = start_worker("8")
     worker.kill()
     worker.wait()
-    wait_until(lambda: not is_alive(pid), timeout_s=15.0)
+    wait_until(lambda: not is_alive(pid), timeout_s=5.0)
 
 
 def test_when_the_worker_dies_a_hung_write_does_not_keep_the_process(
@@ -274,7 +274,7 @@ def test_when_the_worker_dies_a_hung_write_does_not_keep_the_process(
     time.sleep(0.05)
     worker.kill()
     worker.wait()
-    wait_until(lambda: not is_alive(pid), timeout_s=15.0)
+    wait_until(lambda: not is_alive(pid), timeout_s=3.0)
     channels.close()
 
 
