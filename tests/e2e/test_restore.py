@@ -110,6 +110,14 @@ class Run:
     problems: list[str]
     page_bytes: list[int]
 
+    def explain(self) -> str:
+        """Every counter that moved, by phase; a lost page has left its reason in one of them."""
+        moved = {
+            name: {key: value for key, value in phase.counters.items() if value}
+            for name, phase in self.phases.items()
+        }
+        return "\n".join(f"{name}: {counters}" for name, counters in moved.items())
+
     @property
     def prompt_lengths(self) -> list[int]:
         return [*self.topology.lengths, *self.topology.pair]
@@ -174,7 +182,7 @@ def test_vllm_says_of_each_prompt_how_much_was_cached(run: Run) -> None:
     assert run.phases["cold"].cached == [0] * len(run.prompt_lengths)
     assert run.phases["device"].cached == [device_hit(length) for length in run.prompt_lengths]
     for name in run.restored_phases:
-        assert run.phases[name].cached == run.restored
+        assert run.phases[name].cached == run.restored, run.explain()
 
 
 def test_the_expected_tokens_came_from_each_tier(run: Run) -> None:
@@ -189,7 +197,7 @@ def test_the_expected_tokens_came_from_each_tier(run: Run) -> None:
         "file": (0, total),
         "host again": (total, 0),
     }
-    assert served == {name: expected[name] for name in run.phases}
+    assert served == {name: expected[name] for name in run.phases}, run.explain()
     assert {"host", "file"} <= served.keys()
 
 
