@@ -1,0 +1,44 @@
+"""The command ``hicache``: a table of commands, each in a file of its own.
+
+A command module has ``add_parser(commands)``, which sets ``run``: a function from the parsed
+options to an exit status. Nothing heavy is imported before a command runs.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_hicache import __version__, cli_doctor
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.masking import mask_url
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+"""A check or an action failed."""
+EXIT_USAGE = 2
+"""Wrong options or configuration; argparse ends with the same status."""
+
+COMMANDS = (cli_doctor,)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands."""
+    parser = argparse.ArgumentParser(
+        prog="hicache", description="Tools for vllm-hicache, the KV connector of vLLM."
+    )
+    parser.add_argument("--version", action="version", version=f"hicache {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except ConfigError as error:
+        sys.stderr.write(f"hicache: {mask_url(str(error))}\n")
+        return EXIT_USAGE
+    return status
