@@ -176,7 +176,7 @@ class FileBackend:
     def _prepare(self, _batch: Batch[bool]) -> bool:
         """Create the folder and its usage file; False when the store is read-only."""
         try:
-            if self._root.exists() and not self._root.is_dir():
+            if os.path.exists(self._root) and not self._root.is_dir():
                 raise ConfigError(f"storage path {self._root} must be a directory, and is not")
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._space.usage.locked(time.monotonic() + self._timeout_s / 2):
@@ -185,7 +185,8 @@ class FileBackend:
             logger.warning("storage folder %s: %s; reads go on", self._root, error)
         except OSError as error:
             if not os.access(self._root, os.R_OK | os.X_OK):
-                if error.errno in _NEVER_MADE and not self._root.exists():
+                # Not Path.exists: below a folder that may not be searched, that one raises.
+                if error.errno in _NEVER_MADE and not os.path.exists(self._root):
                     raise ConfigError(
                         f"storage folder {self._root} cannot be created: {error.strerror}"
                     ) from error

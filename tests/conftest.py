@@ -91,7 +91,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--result-log")
-    if path is not None:
+    # Of several processes (-n), the one that hears of all results writes them.
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(ResultLog(path), "result-log")
 
 

@@ -33,14 +33,16 @@ part() {
 }
 
 if [ "$TIER" = push ]; then
-    part units "not e2e and not full"
+    part units "not e2e and not services and not full" -n 2
     if [ "$PART_S" -gt "$UNIT_LIMIT_S" ]; then
         printf 'units took %d s, they should take at most %d s\n' "$PART_S" "$UNIT_LIMIT_S"
     fi
+    part services "services and not e2e and not full"
     part engines "e2e and not full"
     "$PY" tests/run_summary.py "${LOGS[@]}"
 else
-    part units "not e2e" --hypothesis-profile=full
+    part units "not e2e and not services" -n 2 --hypothesis-profile=full
+    part services "services and not e2e" --hypothesis-profile=full
     part engines "e2e"
     "$PY" tests/run_summary.py --report docs/test-report.md "${LOGS[@]}"
 fi

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 SCRIPT = Path(__file__).with_name("run_summary.py")
 CONFTEST = Path(__file__).with_name("conftest.py")
 PASSED = {"test": "tests/test_a.py::test_one", "outcome": "passed", "reason": ""}

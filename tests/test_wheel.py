@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("connectors", "kernels", "storage_backends")
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "DESIGN.md", "vllm_hicache")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.services, pytest.mark.vllm]
 
 PAGE = 16
 SHORT, LONG = 2_000, 200_000

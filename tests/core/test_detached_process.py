@@ -10,6 +10,8 @@ import pytest
 
 from vllm_hicache.detached_process import DetachedProcess, ProcessIdentity
 
+pytestmark = pytest.mark.services
+
 SPEAKS = "import os, sys; os.write(int(sys.argv[1]), b'one\\ntwo\\nthr')"
 SLEEPS = "import time; time.sleep(60)"
 

@@ -24,6 +24,8 @@ from vllm_hicache.storage_messages import (
 )
 from vllm_hicache.testing import Fault
 
+pytestmark = pytest.mark.services
+
 # Birth ------------------------------------------------------------------------------------------
 
 

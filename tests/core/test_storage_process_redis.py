@@ -4,10 +4,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from vllm_hicache.storage_messages import ExistsResult, FetchSettled
 
 sys.path.append(str(Path(__file__).parents[1] / "storage_backends" / "support"))
 from redis_under_test import RedisProcess, running
+
+pytestmark = pytest.mark.services
 
 FAST = {"breaker_backoff_s": 0.05, "breaker_max_backoff_s": 0.2}
 

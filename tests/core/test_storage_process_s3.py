@@ -14,6 +14,8 @@ from vllm_hicache.storage_messages import ExistsResult, FetchSettled
 sys.path.append(str(Path(__file__).parents[1] / "storage_backends" / "support"))
 import s3_servers
 
+pytestmark = pytest.mark.services
+
 FAST = {"breaker_backoff_s": 0.05, "breaker_max_backoff_s": 0.2}
 
 

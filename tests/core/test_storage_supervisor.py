@@ -25,6 +25,8 @@ from vllm_hicache.storage_messages import (
 )
 from vllm_hicache.testing import Fault, FaultFile
 
+pytestmark = pytest.mark.services
+
 # Death and return -------------------------------------------------------------------------------
 
 

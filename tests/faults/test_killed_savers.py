@@ -23,6 +23,8 @@ from vllm_hicache.storage_backends import file_names
 from vllm_hicache.storage_backends.envelope import CheckedStorage, FetchOutcome, ShardObject
 from vllm_hicache.storage_backends.registry import open_backend
 
+pytestmark = pytest.mark.services
+
 SAVER = Path(__file__).resolve().parent / "support" / "saving_process.py"
 PAGES_PER_LIFE = 10_000
 SECONDS_TO_LIVE = 0.25

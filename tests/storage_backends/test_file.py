@@ -283,10 +283,49 @@ async def test_folder_without_write_permission_is_still_read(tmp_path):
             path.chmod(0o700)
 
 
+MADE_BY_PYTEST = ("pytest-", "popen-", "test_")
+
+
 def _make_reachable(path: Path) -> None:
     for parent in path.parents:
-        if parent.owner() == path.owner() and parent.name.startswith(("pytest-", "test_")):
+        if parent.owner() == path.owner() and parent.name.startswith(MADE_BY_PYTEST):
             parent.chmod(parent.stat().st_mode | 0o011)
+
+
+OUT_OF_REACH = """
+import asyncio, os, sys
+from pathlib import Path
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.storage_backends.file import FileBackend
+
+async def main():
+    backend = FileBackend(Path(sys.argv[1]))
+    if os.getuid() == 0:
+        os.setuid(65534)
+    try:
+        await backend.open()
+    except ConfigError as error:
+        print(error)
+
+asyncio.run(main())
+"""
+
+
+def test_folder_below_one_that_may_not_be_searched_is_refused(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    _make_reachable(closed)
+    closed.chmod(0)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-P", "-c", OUT_OF_REACH, closed / "store"],
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        closed.chmod(0o700)
+    expected = f"storage folder {closed}/store cannot be created: Permission denied"
+    assert expected in result.stdout, result.stderr
 
 
 IN_NAMESPACE = ["unshare", "-rm", "sh", "-ec"]

@@ -27,6 +27,8 @@ from vllm_hicache.storage_backends.file_capacity import (
     charged_bytes,
 )
 
+pytestmark = pytest.mark.services
+
 KIB = 1024
 OBJECT = 12 * KIB  # with its header
 

@@ -15,6 +15,8 @@ from vllm_hicache.storage_backends.envelope import CheckedStorage
 from vllm_hicache.storage_backends.file import FileBackend
 from vllm_hicache.storage_backends.file_capacity import charged_bytes
 
+pytestmark = pytest.mark.services
+
 NUM_BYTES = 300_000
 CAPACITY = 20_000_000
 

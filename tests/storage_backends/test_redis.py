@@ -9,6 +9,8 @@ from redis_under_test import ACL_RULES, REDIS, backend_of, running, running_clus
 from vllm_hicache.storage_backends.conformance import StorageBackendTests
 from vllm_hicache.storage_backends.redis import RedisBackend
 
+pytestmark = pytest.mark.services
+
 PASSWORD = "swordfish"
 
 WRITER = """

@@ -16,6 +16,8 @@ from vllm_hicache.storage_backends.conformance import (
     object_write,
 )
 
+pytestmark = pytest.mark.services
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):

@@ -19,6 +19,8 @@ from vllm_hicache.storage_backends.conformance import (
 )
 from vllm_hicache.storage_backends.envelope import CheckedStorage
 
+pytestmark = pytest.mark.services
+
 MIB = 1 << 20
 PASSWORD = "swordfish"
 

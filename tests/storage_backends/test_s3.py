@@ -17,6 +17,8 @@ from vllm_hicache.storage_backends.conformance import (
 )
 from vllm_hicache.storage_backends.registry import open_backend
 
+pytestmark = pytest.mark.services
+
 MIB = 1024 * 1024
 WRITER = """
 import asyncio

@@ -22,6 +22,8 @@ from vllm_hicache.storage_backends.conformance import (
 )
 from vllm_hicache.storage_backends.registry import open_backend
 
+pytestmark = pytest.mark.services
+
 MIB = 1024 * 1024
 SLOW_DOWN = Fault(status=503, code="SlowDown")
 DENIED = Fault(status=403, code="AccessDenied")
