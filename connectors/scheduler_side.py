@@ -14,7 +14,10 @@ from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, Worke
 from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
 from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.keys import Namespace
 from vllm_hicache.metrics import Metrics
+from vllm_hicache.namespace_records import encode_record
+from vllm_hicache.near_miss_notice import NearMissNotice
 from vllm_hicache.planner import NOTHING_SETTLED, Planner, PlannerOptions, Settled
 from vllm_hicache.prefetch import FetchPolicy
 from vllm_hicache.prefix_index import HostPage
@@ -23,7 +26,7 @@ from vllm_hicache.request_state import RequestState
 from vllm_hicache.series import HOST, STORAGE
 from vllm_hicache.storage_channel import StorageChannels
 from vllm_hicache.storage_link import StorageLink
-from vllm_hicache.storage_messages import Drain
+from vllm_hicache.storage_messages import Describe, Drain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,6 +72,7 @@ class SchedulerSide:
         self._boards: dict[int, BoardReader] = {}
         self._channels: StorageChannels | None = None
         self._planner: Planner | None = None
+        self._notice: NearMissNotice | None = None
         self._loaded: list[str] = []
         self._steps: deque[tuple[int, float, int]] = deque()
         self._last_output = 0.0
@@ -118,14 +122,14 @@ class SchedulerSide:
             board = BoardReader.open(hello.board_path, hello.board_token)
             if board is not None:
                 self._boards[hello.worker_id] = board
-        link = self._open_storage(hellos)
         self._first = hellos[0]
+        link = self._open_storage(hellos)
         self._planner = Planner(
             self._planner_options(hellos),
             self._blocks,
             self.metrics,
             link=link,
-            namespace=self._namespace(),
+            namespace=self._namespace().digest,
             on_evict=self._evicted,
         )
         state = "off" if link is None else "on" if self._await_storage(link) else "away"
@@ -162,7 +166,12 @@ class SchedulerSide:
         if len(addresses) != self._world_size:
             raise ConfigError("storage is configured on some workers only")
         self._channels = StorageChannels(addresses)
-        return StorageLink(self._channels, self._world_size)
+        # An epoch's pages are nobody else's: its namespace gets no record and no comparison.
+        if self._epoch:
+            return StorageLink(self._channels, self._world_size)
+        record = encode_record(self._namespace())
+        self._notice = NearMissNotice(record, self.metrics)
+        return StorageLink(self._channels, self._world_size, Describe(record))
 
     def _planner_options(self, hellos: list[WorkerHello]) -> PlannerOptions:
         config = self._config
@@ -188,10 +197,10 @@ class SchedulerSide:
             shares_device_pages=self._shares_device_pages,
         )
 
-    def _namespace(self) -> str:
+    def _namespace(self) -> Namespace:
         return vllm_view.build_namespace(
             self._vllm_config, self._first, self._identity or "", self._epoch
-        ).digest
+        )
 
     # A request's life ----------------------------------------------------------------------------
 
@@ -341,6 +350,8 @@ class SchedulerSide:
         self.planner.settle_storage(time.monotonic())
         self._tell(self.planner.take_fetched(), HOST)
         self._tell(self.planner.take_persisted(), STORAGE)
+        if self._notice is not None:
+            self._notice.tell(self.planner.take_near_misses())
 
     # Whole cache ---------------------------------------------------------------------------------
 
@@ -349,7 +360,7 @@ class SchedulerSide:
         under a new epoch: this is vLLM's only sign that weights may have changed."""
         if not self._config.fixed_weights:
             self._epoch = token_hex(8)
-        self.planner.reset(self._namespace(), self._requests.values())
+        self.planner.reset(self._namespace().digest, self._requests.values())
         if self._events is not None:
             self._events.clear(HOST)
             if not self._config.fixed_weights:

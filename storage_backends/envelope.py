@@ -20,6 +20,7 @@ from vllm_hicache.errors import BackendError, ConfigError, CorruptShard
 from vllm_hicache.storage import (
     HEADER_BYTES,
     FetchOutcome,
+    KeepsRecords,
     ObjectRead,
     ObjectWrite,
     ReadOutcome,
@@ -172,6 +173,11 @@ class CheckedStorage:
     def name(self) -> str:
         """Name of the backend."""
         return self._backend.name
+
+    @property
+    def records(self) -> KeepsRecords | None:
+        """The backend's records of namespaces, where it keeps any. They prove themselves."""
+        return self._backend if isinstance(self._backend, KeepsRecords) else None
 
     async def open(self) -> None:
         """As `StorageBackend.open`."""

@@ -30,6 +30,7 @@ from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.storage_messages import (
     Drained,
     Hello,
+    NearMisses,
     PersistDone,
     PersistReleased,
     Stats,
@@ -123,6 +124,7 @@ class Planner:
                 deadline_s=options.persist_timeout_s,
             )
         self._storage_counters = StorageCounters(metrics)
+        self._near_misses: list[bytes] = []
         self._finished_saves: deque[Outcome] = deque()
         self._plan_numbers = count(1)
         self._failed_requests: list[str] = []
@@ -358,6 +360,8 @@ class Planner:
         elif isinstance(event, Stats):
             incarnation = link.incarnation(worker_id)
             self._storage_counters.absorb(worker_id, incarnation, event.counters)
+        elif isinstance(event, NearMisses):
+            self._near_misses += event.records
         elif isinstance(event, PersistDone | PersistReleased):
             known = persists.handle(worker_id, event, now)
         elif not isinstance(event, Hello | Drained):
@@ -414,6 +418,11 @@ class Planner:
     def take_persisted(self) -> list[HostPage]:
         """Pages that storage holds since the last call."""
         return self.persists.take_stored() if self.persists is not None else []
+
+    def take_near_misses(self) -> list[bytes]:
+        """Records of namespaces that storage found close to this engine's, since the last call."""
+        records, self._near_misses = self._near_misses, []
+        return records
 
     # Pure questions ----------------------------------------------------------------------------
 

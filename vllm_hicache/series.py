@@ -132,6 +132,10 @@ _EVENTS = (
     _counter("ignored_reports", "Reports for unknown or finished operations."),
     _counter("storage_restarts", "Storage processes that died and were started again."),
     _counter("resets", "Cache resets."),
+    _counter(
+        "near_misses",
+        "Warnings that storage hit nothing and holds pages under an almost equal namespace.",
+    ),
 )
 STORAGE_OBJECT_SERIES = (
     _counter("objects_read", "Objects read from storage."),
@@ -157,6 +161,7 @@ _GAUGES = (
     _gauge("device_blocks_held", "Device blocks held until their copy is done."),
     _gauge("operations_running", "Operations that have not ended.", "kind", OPERATION_KINDS),
     _gauge("breaker_open", "Workers whose storage tier is switched off after failures."),
+    _gauge("storage_attached", "Workers that have a storage, whether it can be reached or not."),
     _gauge("storage_used_bytes", "Bytes in storage, of every engine that shares it."),
     _gauge("storage_hung_threads", "Threads of storage processes that do not come back."),
     _gauge("write_backlog_bytes", "Bytes that wait to be written to storage, all workers."),

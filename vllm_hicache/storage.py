@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 4096
 """Length of every object's header, so that payloads stay page-aligned in files."""
+MAX_RECORD_BYTES = 4096
+MAX_RECORDS = 64
+"""So many namespaces a store describes; the ones that were written to last."""
 
 
 class ReadOutcome(Enum):
@@ -144,4 +147,34 @@ class StorageBackend(Protocol):
 
     def oldest_running_s(self) -> float:
         """Seconds for which the longest running I/O of this backend has run; 0.0 when idle."""
+        ...
+
+
+@runtime_checkable
+class KeepsRecords(Protocol):
+    """What a backend may offer besides: small records that say what its namespaces stand for.
+
+    A backend without it works as well; nobody is then told why nothing is found. Records lie
+    apart from objects, so that reading them lists nothing else. Deadlines and errors are those of
+    `StorageBackend`; `clear` removes the record of its namespace too, and does not count it.
+    """
+
+    async def write_record(self, namespace: str, record: bytes) -> WriteOutcome:
+        """Store or renew a record of at most `MAX_RECORD_BYTES`; `EXISTS` where it was there.
+
+        Of more than `MAX_RECORDS` those renewed longest ago may go.
+        """
+        ...
+
+    async def read_records(self) -> dict[str, bytes]:
+        """The records of up to `MAX_RECORDS` namespaces, those renewed last."""
+        ...
+
+
+@runtime_checkable
+class TellsRoom(Protocol):
+    """What a backend may offer besides: how full it is, and what makes room."""
+
+    async def room(self) -> dict[str, str | int | None]:
+        """Facts for a person to read. Sizes in bytes; None where nobody knows or nothing limits."""
         ...

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
-from vllm_hicache.storage_messages import Command, Event
+from vllm_hicache.storage_messages import Command, Describe, Event
 
 
 class Channels(Protocol):
@@ -75,8 +75,11 @@ class WorldAnswer:
 class StorageLink:
     """Numbers operations and sends them to all workers."""
 
-    def __init__(self, channels: Channels, world_size: int) -> None:
+    def __init__(
+        self, channels: Channels, world_size: int, describe: Describe | None = None
+    ) -> None:
         self.world_size = world_size
+        self._describe = describe  # said to every process of the first worker, before all else
         self._channels = channels
         self._numbers = count(1)
         self._up: set[int] = set()
@@ -125,6 +128,8 @@ class StorageLink:
         for i, (worker_id, event) in enumerate(events):
             if isinstance(event, ChannelUp):
                 self._incarnations[worker_id] = str(event.incarnation)
+                if worker_id == 0 and self._describe is not None:
+                    self._channels.send(0, self._describe)
                 if i > last_down.get(worker_id, -1):
                     self._up.add(worker_id)
             yield worker_id, event

@@ -125,7 +125,13 @@ class Drain(_Message, frozen=True, tag=True):
     deadline_s: float
 
 
-Command = Attach | Exists | Fetch | Persist | Cancel | Drain
+class Describe(_Message, frozen=True, tag=True):
+    """The record of the namespace that operations will mostly name; it decides nothing."""
+
+    record: bytes
+
+
+Command = Attach | Exists | Fetch | Persist | Cancel | Drain | Describe
 
 
 # Storage process -> scheduler ---------------------------------------------------------------
@@ -203,6 +209,12 @@ class Stats(_Message, frozen=True, tag=True):
     counters: dict[str, float]
 
 
+class NearMisses(_Message, frozen=True, tag=True):
+    """Nothing was found so far, and these records of the store differ in few fields; once."""
+
+    records: tuple[bytes, ...]
+
+
 Event = (
     Hello
     | ExistsResult
@@ -213,6 +225,7 @@ Event = (
     | PersistReleased
     | Drained
     | Stats
+    | NearMisses
 )
 
 

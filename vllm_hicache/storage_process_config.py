@@ -45,6 +45,8 @@ class StorageProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     breaker_failures: int = 5
     breaker_backoff_s: float = 1.0
     breaker_max_backoff_s: float = 30.0
+    # After so many pages without one hit the records of other namespaces are looked at, once.
+    near_miss_pages: int = 16
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from vllm_hicache.errors import BackendError, ConfigError
 from vllm_hicache.masking import mask_url
+from vllm_hicache.storage import KeepsRecords
 from vllm_hicache.storage_address import tune_connection
 from vllm_hicache.storage_lifeline import Lifeline, leave, report
 from vllm_hicache.storage_messages import (
@@ -28,6 +29,7 @@ from vllm_hicache.storage_messages import (
     command_reader,
     encode_frame,
 )
+from vllm_hicache.storage_neighbours import Neighbours
 from vllm_hicache.storage_operations import HostPages, VerifiedStorage
 from vllm_hicache.storage_process_config import EXIT_CONFIG, EXIT_HUNG, Launch, Report
 from vllm_hicache.storage_table import OperationTable
@@ -45,6 +47,9 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 class ServedStorage(VerifiedStorage, Protocol):
     """What the process needs of ``CheckedStorage`` beyond its operations."""
+
+    @property
+    def records(self) -> KeepsRecords | None: ...
 
     async def open(self) -> None: ...
 
@@ -120,6 +125,9 @@ class StorageServer:
         self._listener = listener
         self._storage = storage
         self._table = OperationTable(storage, pages, launch.config)
+        self._neighbours = Neighbours(
+            lambda: storage.records, min_pages=launch.config.near_miss_pages
+        )
         self._opened = asyncio.Event()
         self._is_valid = False
         self._newcomers: asyncio.Queue[Connection] = asyncio.Queue()
@@ -222,7 +230,7 @@ class StorageServer:
 
     async def _serve_one(self, connection: Connection) -> None:
         self._current = connection
-        self._table.attach(connection.send)
+        self._table.attach(self._neighbours.listen(connection.send))
         connection.send(Hello(self._config.worker_id, self._launch.incarnation, os.getpid()))
         connection.send(Stats(self._counters()))
         try:
@@ -230,7 +238,8 @@ class StorageServer:
                 commands = await connection.receive()
                 self._last_received = time.monotonic()
                 for command in commands:
-                    self._table.handle(command)
+                    if not self._neighbours.take(command):
+                        self._table.handle(command)
         except OSError as error:
             logger.info("The channel to the scheduler is closed: %s", error)
         self._table.detach()

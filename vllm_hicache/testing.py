@@ -16,6 +16,7 @@ import msgspec
 from vllm_hicache.config import StorageConfig
 from vllm_hicache.errors import BackendUnavailable, ConfigError
 from vllm_hicache.storage import (
+    MAX_RECORDS,
     ObjectRead,
     ObjectWrite,
     ReadOutcome,
@@ -35,6 +36,7 @@ class MemoryBackend:
 
     def __init__(self, capacity_objects: int | None = None) -> None:
         self.objects: dict[str, bytes] = {}
+        self.records: dict[str, bytes] = {}
         self._capacity_objects = capacity_objects
         self._totals = dict.fromkeys(
             (
@@ -105,7 +107,20 @@ class MemoryBackend:
 
     async def clear(self, namespace: str) -> int:
         """As ``StorageBackend.clear``."""
+        self.records.pop(namespace, None)
         return await self.delete([name for name in self.objects if f"_{namespace}_" in name])
+
+    async def write_record(self, namespace: str, record: bytes) -> WriteOutcome:
+        """As ``KeepsRecords.write_record``."""
+        was_there = self.records.pop(namespace, None) is not None
+        self.records[namespace] = record
+        while len(self.records) > MAX_RECORDS:
+            del self.records[next(iter(self.records))]
+        return WriteOutcome.EXISTS if was_there else WriteOutcome.STORED
+
+    async def read_records(self) -> dict[str, bytes]:
+        """As ``KeepsRecords.read_records``."""
+        return dict(self.records)
 
     def stats(self) -> Mapping[str, float]:
         """As ``StorageBackend.stats``."""
