@@ -26,7 +26,7 @@ from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement,
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid, choose_grid, even_stage_starts, readers
 from vllm_hicache.hashing import HASH_VERSION
-from vllm_hicache.keys import Namespace
+from vllm_hicache.keys import FORMAT_VERSION, Namespace
 from vllm_hicache.layout import LayerSpan, PageLayout
 
 if TYPE_CHECKING:
@@ -333,6 +333,7 @@ def build_namespace(
     model = vllm_config.model_config
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     return Namespace(
+        format_version=FORMAT_VERSION,
         model_id="+".join(model.architectures) or "model",
         weights=identity,
         dtype=str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,

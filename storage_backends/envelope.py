@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import xxhash
 
 from vllm_hicache.errors import BackendError, ConfigError, CorruptShard
+from vllm_hicache.keys import FORMAT_VERSION
 from vllm_hicache.storage import (
     HEADER_BYTES,
     FetchOutcome,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 MAGIC = b"HICACHE\0"
-FORMAT_VERSION = 1
 CHECKSUM_XXH3_128 = 1
 CHECKSUM_BLAKE2B_256_KEYED = 2
 
@@ -167,7 +167,7 @@ class CheckedStorage:
         self._backend = backend
         self._codec = HeaderCodec(integrity_key)
         self._threads = IoThreads("checksum", _HASH_THREADS)
-        self._counters = Counters(["corrupt_objects", "checksum_seconds"])
+        self._counters = Counters(["corrupt_objects", "other_version_objects", "checksum_seconds"])
 
     @property
     def name(self) -> str:
@@ -196,7 +196,8 @@ class CheckedStorage:
         """Read and verify each object into its payload view.
 
         A payload may be overwritten whatever the outcome. A corrupt object is removed; when that
-        fails it stays a miss at every further fetch.
+        fails it stays a miss at every further fetch. An object of another format version counts
+        as missing and stays: to those who wrote it, it is sound.
         """
         reads = [
             ObjectRead(item.name, memoryview(bytearray(HEADER_BYTES)), item.payload)
@@ -209,15 +210,29 @@ class CheckedStorage:
         )
         valid = dict(zip(present, verdicts, strict=True))
         results = [
-            FetchOutcome.MISSING
-            if outcome is ReadOutcome.MISSING
-            else (FetchOutcome.OK if valid.get(i, False) else FetchOutcome.CORRUPT)
+            FetchOutcome.OK if valid.get(i, False) else self._verdict(outcome, reads[i])
             for i, outcome in enumerate(outcomes)
         ]
         for i, result in enumerate(results):
             if result is FetchOutcome.CORRUPT:
                 await self._remove(items[i], _what_is_wrong(items[i], outcomes[i], reads[i].header))
         return results
+
+    def _verdict(self, outcome: ReadOutcome, read: ObjectRead) -> FetchOutcome:
+        """What an object is that is not valid."""
+        if outcome is ReadOutcome.MISSING:
+            return FetchOutcome.MISSING
+        version = _other_version(read.header)
+        if version is None:
+            return FetchOutcome.CORRUPT
+        self._counters.add(other_version_objects=1)
+        logger.warning(
+            "object %s has format version %d, this release reads %d: it is left alone",
+            read.name,
+            version,
+            FORMAT_VERSION,
+        )
+        return FetchOutcome.MISSING
 
     async def persist(self, items: Sequence[ShardObject]) -> list[WriteOutcome]:
         """Store each object with its header. Existing objects are not written again."""
@@ -236,7 +251,7 @@ class CheckedStorage:
         return await self._backend.clear(namespace)
 
     def stats(self) -> dict[str, float]:
-        """The backend's totals with `corrupt_objects` and `checksum_seconds`."""
+        """The backend's totals with the counters of this class."""
         return {**self._backend.stats(), **self._counters.snapshot()}
 
     def oldest_running_s(self) -> float:
@@ -268,6 +283,15 @@ class CheckedStorage:
             logger.warning("could not remove corrupt object %s: %s", item.name, error)
 
 
+def _other_version(header: memoryview) -> int | None:
+    """The format version of what begins like an object of another one."""
+    try:
+        version = decode_header(header).format_version
+    except CorruptShard:
+        return None
+    return version if version != FORMAT_VERSION else None
+
+
 def _what_is_wrong(item: ShardObject, outcome: ReadOutcome, header: memoryview) -> str:
     """A guess at the reason, for the log."""
     if outcome is ReadOutcome.BAD_LENGTH:
@@ -278,7 +302,6 @@ def _what_is_wrong(item: ShardObject, outcome: ReadOutcome, header: memoryview) 
         return str(error)
     shard = item.shard
     expected = {
-        "format_version": FORMAT_VERSION,
         "namespace": item.namespace,
         "page_hash": item.page_hash,
         "layer_start": shard.layers.start,

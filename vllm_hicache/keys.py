@@ -14,6 +14,8 @@ from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.layout import LayerSpan, Shard
 
 PAGE_HASH_BYTES = 32
+FORMAT_VERSION = 1
+"""Of stored objects, in their header and in the namespace: two versions never share a name."""
 _NUMBER = "(0|[1-9][0-9]*)"
 _NAME = re.compile(rf"([0-9a-f]{{64}})_(hc1-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER}_H{_NUMBER}")
 
@@ -24,7 +26,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     The order of fields is part of the digest: append only, and raise ``format_version``.
     """
 
-    format_version: int = 1
+    format_version: int = FORMAT_VERSION
     model_id: str
     weights: str
     """Identity of the weights' content, not of their name."""

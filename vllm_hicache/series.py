@@ -147,6 +147,7 @@ STORAGE_OBJECT_SERIES = (
     _counter("bytes_evicted", "Bytes that left storage to stay within its capacity."),
     _counter("read_seconds", "Seconds spent in storage reads, summed over concurrent reads."),
     _counter("write_seconds", "Seconds spent in storage writes, summed over concurrent writes."),
+    _counter("other_version_objects", "Objects of another format version, left alone."),
     _counter("checksum_seconds", "Seconds spent on checksums of objects, summed over threads."),
     _counter("read_errors", "Storage reads that failed."),
     _counter("write_errors", "Storage writes that failed."),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hicache.errors import ConfigError, InvariantBroken
-from vllm_hicache.keys import Namespace, ShardName, parse_shard_name, shard_name
+from vllm_hicache.keys import FORMAT_VERSION, Namespace, ShardName, parse_shard_name, shard_name
 from vllm_hicache.layout import LayerSpan, Shard
 
 FIELDS = {
@@ -35,7 +35,12 @@ def test_digest_never_changes():
     assert Namespace(**FIELDS).digest == "hc1-bf81e9264003b387"
 
 
-def test_the_test_above_covers_every_field_in_order():
+def test_the_namespace_has_the_format_version_of_the_objects_unless_told_otherwise():
+    fields = {name: value for name, value in FIELDS.items() if name != "format_version"}
+    assert Namespace(**fields).format_version == FORMAT_VERSION == 1
+
+
+def test_the_digest_above_covers_every_field_in_order():
     assert tuple(FIELDS) == Namespace.__struct_fields__
 
 

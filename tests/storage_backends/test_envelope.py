@@ -17,6 +17,7 @@ from vllm_hicache.errors import BackendUnavailable, ConfigError, CorruptShard
 from vllm_hicache.keys import shard_name
 from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.storage import HEADER_BYTES, FetchOutcome, ShardObject, WriteOutcome
+from vllm_hicache.storage_backends import envelope
 from vllm_hicache.storage_backends.envelope import (
     CHECKSUM_BLAKE2B_256_KEYED,
     CHECKSUM_XXH3_128,
@@ -190,6 +191,25 @@ async def test_object_with_another_key_is_corrupt(tmp_path, writer_key, reader_k
         await storage.persist([item_of(1, payload_of(1, 100))])
     async with opened(tmp_path, reader_key) as storage:
         assert await storage.fetch([item_of(1, bytearray(100))]) == [FetchOutcome.CORRUPT]
+
+
+async def test_object_of_another_format_version_is_a_miss_that_is_counted_and_stays(
+    tmp_path, key, monkeypatch, caplog
+):
+    async with opened(tmp_path, key) as storage:
+        with monkeypatch.context() as later:
+            later.setattr(envelope, "FORMAT_VERSION", 2)
+            await storage.persist([item_of(1, payload_of(1, 100))])
+        written = path_of(tmp_path, 1).read_bytes()
+        assert decode_header(written).format_version == 2
+        for count in (1, 2):
+            assert await storage.fetch([item_of(1, bytearray(100))]) == [FetchOutcome.MISSING]
+            assert storage.stats()["other_version_objects"] == count
+        assert storage.stats()["corrupt_objects"] == 0
+        assert path_of(tmp_path, 1).read_bytes() == written
+        monkeypatch.setattr(envelope, "FORMAT_VERSION", 2)
+        assert await storage.fetch([item_of(1, bytearray(100))]) == [FetchOutcome.OK]
+    assert "has format version 2, this release reads 1: it is left alone" in caplog.text
 
 
 async def test_corrupt_object_that_cannot_be_removed_stays_a_miss(tmp_path, monkeypatch):
