@@ -10,6 +10,9 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
+TELL_EVERY_S = 60.0
+"""A failure that changes nothing is told at most so often."""
+
 
 class Verdict(Enum):
     """Whether a storage call may start now."""
@@ -55,6 +58,7 @@ class Breaker:
         self._backoff_s = backoff_s
         self._retry_at: float | None = None  # None while closed
         self._has_probe = False
+        self._told_at: float | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -80,14 +84,14 @@ class Breaker:
         self._has_probe = self._has_probe or is_probe
         return is_probe
 
-    def end(self, is_probe: bool, succeeded: bool | None) -> None:
-        """Note the end of a call; ``None`` when it was given up without an answer."""
+    def end(self, is_probe: bool, succeeded: bool | None, error: str = "") -> None:
+        """Note the end of a call; ``None`` when nobody waits for its answer any more."""
         if is_probe:
             self._has_probe = False
         if succeeded:
             self._close()
         elif succeeded is False:
-            self._fail(is_probe)
+            self._fail(is_probe, error)
 
     def _close(self) -> None:
         if self._retry_at is not None:
@@ -96,16 +100,27 @@ class Breaker:
         self._consecutive = 0
         self._backoff_s = self._first_backoff_s
 
-    def _fail(self, is_probe: bool) -> None:
+    def _fail(self, is_probe: bool, error: str) -> None:
         self._consecutive += 1
         if self._retry_at is None and self._consecutive >= self._failures:
+            self._retry_at = self._clock() + self._backoff_s
             logger.warning(
-                "Storage failed %d times in a row: %s disabled, next try in %.1f s",
+                "Storage failed %d times in a row: %s disabled, next try in %.1f s; last: %s",
                 self._consecutive,
                 self._direction,
                 self._backoff_s,
+                error,
             )
-            self._retry_at = self._clock() + self._backoff_s
-        elif is_probe:
+            self._told_at = self._clock()
+            return
+        if is_probe:
             self._backoff_s = min(self._max_backoff_s, self._backoff_s * 2)
             self._retry_at = self._clock() + self._backoff_s
+        self._tell(error)
+
+    def _tell(self, error: str) -> None:
+        now = self._clock()
+        if self._told_at is None or now - self._told_at >= TELL_EVERY_S:
+            self._told_at = now
+            state = "fails" if self._retry_at is None else "still fails"
+            logger.warning("Storage %s (%s): %s", state, self._direction, error)

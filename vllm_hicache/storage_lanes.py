@@ -56,9 +56,13 @@ class Operation(ABC):
         """A call failed or timed out: one failure for the breaker per operation, then settle."""
         if is_probe or not self._has_reported_failure:
             self._has_reported_failure = True
-            self.breaker.end(is_probe, False)
-            logger.warning("%s %d failed: %s", type(self).__name__, self.op, error)
+            self.breaker.end(is_probe, False, f"{type(self).__name__} {self.op}: {error}")
         self.stop(reason)
+
+    def fail_calls(self, error: object, reason: str) -> None:
+        """What runs has taken too long: a failure of the storage, not of who asked."""
+        for call in list(self.calls):
+            call.fail(error, reason)
 
 
 class _Call:
@@ -74,7 +78,7 @@ class _Call:
         self._has_failed = False
         self._timers = (
             loop.call_later(lane.stall_s, self._stall),
-            loop.call_later(lane.timeout_s, self._fail, f"no answer in {lane.timeout_s:.1f} s"),
+            loop.call_later(lane.timeout_s, self.fail, f"no answer in {lane.timeout_s:.1f} s"),
         )
         self._task = loop.create_task(work)
         self._task.add_done_callback(self._end)
@@ -86,10 +90,11 @@ class _Call:
         self.is_stalled = True
         self.lane.stalled(self)
 
-    def _fail(self, error: object) -> None:
+    def fail(self, error: object, reason: str = "unavailable") -> None:
+        """It failed, or takes too long; counts once."""
         if not self._has_failed:
             self._has_failed = True
-            self.operation.fail(self._is_probe, error)
+            self.operation.fail(self._is_probe, error, reason)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         for timer in self._timers:
@@ -102,7 +107,7 @@ class _Call:
         elif error := task.exception():
             if not isinstance(error, BackendError):
                 logger.error("A storage call failed unexpectedly", exc_info=error)
-            self._fail(error)
+            self.fail(error)
         else:
             breaker.end(self._is_probe and not self._has_failed, True)
             self.operation.take_result(task.result())

@@ -161,6 +161,13 @@ class ExistsOperation(_StorageOperation):
         if result < asked or self._num_leading == len(self._hashes):
             self._settle(ExistsResult(self.op, self._num_leading, ok=True))
 
+    def _pass_deadline(self) -> None:
+        # A storage that answers no question in time serves nobody, whether it is slow or dead:
+        # unless that counts, every request of an outage waits for its question.
+        if not self._num_leading:
+            self.fail_calls("no answer before the deadline", "deadline")
+        self.stop("deadline")
+
     def stop(self, reason: ExistsReason) -> None:
         if not self.is_settled:
             self._settle(ExistsResult(self.op, self._num_leading, ok=False, reason=reason))
@@ -227,9 +234,8 @@ class FetchOperation(_StorageOperation):
 
     def _pass_deadline(self) -> None:
         if self.num_stalled and not self._num_leading:
-            self.fail(False, "nothing arrived before the deadline", reason="deadline")
-        else:
-            self.stop("deadline")
+            self.fail_calls("nothing arrived before the deadline", "deadline")
+        self.stop("deadline")
 
     def stop(self, reason: FetchReason) -> None:
         if not self.is_settled:

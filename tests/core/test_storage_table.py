@@ -102,11 +102,52 @@ async def test_a_probe_that_is_cancelled_leaves_the_next_one_free(make_desk):
     await _open_read_breaker(desk)
     await asyncio.sleep(0.06)
     desk.faults.faults = (Fault(operation="contains", delay_s=0.05),)
-    desk.exists(20, range(4), deadline_s=0.01)
-    await desk.wait_for(ExistsResult(20, 0, False, "deadline"))
+    desk.exists(20, range(4))
+    await asyncio.sleep(0.01)
+    desk.table.handle(Cancel(20))
+    await desk.wait_for(ExistsResult(20, 0, False, "cancelled"))
     await asyncio.sleep(0.01)
     desk.faults.faults = ()
     assert (await desk.exists_answer(21, range(4))).ok
+
+
+@pytest.mark.parametrize("fault", [Fault(hangs=True), Fault(delay_s=0.1)])
+async def test_questions_without_an_answer_before_their_deadlines_open_the_breaker(
+    make_desk, fault
+):
+    desk = make_desk(breaker_backoff_s=60)
+    await desk.stored(4)
+    desk.faults.faults = (fault,)
+    for op in range(1, 6):
+        answer = await desk.exists_answer(op, range(4), deadline_s=0.03)
+        assert answer == ExistsResult(op, 0, False, "deadline")
+    assert await desk.exists_answer(10, range(4)) == ExistsResult(10, 0, False, "unavailable")
+    assert desk.table.gauges()["breaker_open"] == 1.0
+
+
+async def test_a_probe_without_an_answer_before_its_deadline_waits_twice_as_long(make_desk):
+    desk = make_desk(breaker_backoff_s=0.05)
+    await _open_read_breaker(desk)
+    await asyncio.sleep(0.06)
+    desk.faults.faults = (Fault(operation="contains", delay_s=0.05),)
+    assert (await desk.exists_answer(20, range(4), deadline_s=0.01)).reason == "deadline"
+    desk.faults.faults = ()
+    await asyncio.sleep(0.06)
+    assert (await desk.exists_answer(21, range(4))).reason == "unavailable"
+    await asyncio.sleep(0.05)
+    assert (await desk.exists_answer(22, range(4))).ok
+
+
+async def test_questions_that_wait_for_a_place_do_not_open_the_breaker(make_desk):
+    desk = make_desk(breaker_backoff_s=60, exists_concurrency=1)
+    await desk.stored(4)
+    desk.faults.faults = (Fault(operation="contains", delay_s=0.1),)
+    desk.exists(1, range(4))
+    for op in range(2, 8):
+        desk.exists(op, range(4), deadline_s=0.02)
+    await desk.wait_for(ExistsResult(7, 0, False, "deadline"))
+    await desk.wait_for(ExistsResult(1, 4, True))
+    assert (await desk.exists_answer(10, range(4))).ok
 
 
 async def test_fetches_that_get_nothing_before_their_deadlines_open_the_breaker(make_desk):
