@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 
 from vllm_hicache.storage import (
     HEADER_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_RECORDS,
+    KeepsRecords,
     ObjectRead,
     ObjectWrite,
     ReadOutcome,
@@ -220,6 +223,47 @@ class StorageBackendTests:
             assert await backend.clear(NAMESPACE) == 0
             assert not any(await backend.contains([object_name(n) for n in range(100)]))
             await assert_reads_back(backend, kept)
+
+    async def test_records_are_kept_renewed_and_cleared_with_their_namespace(
+        self, tmp_path: Path
+    ) -> None:
+        """Passes at once for a backend that keeps no records."""
+        one, other = b'{"page_size":64}', b'{"page_size":128}'
+        async with self.opened(tmp_path) as backend:
+            if not isinstance(backend, KeepsRecords):
+                return
+            assert await backend.read_records() == {}
+            assert await backend.write_record(NAMESPACE, b"{}") is WriteOutcome.STORED
+            assert await backend.write_record(NAMESPACE, one) is WriteOutcome.EXISTS
+            assert await backend.write_record(NAMESPACE, one) is WriteOutcome.EXISTS
+            assert await backend.write_record(OTHER_NAMESPACE, other) is WriteOutcome.STORED
+            await backend.write([object_write(1, 10)])
+            before = dict(backend.stats())
+        async with self.opened(tmp_path) as backend:
+            assert isinstance(backend, KeepsRecords)
+            assert await backend.read_records() == {NAMESPACE: one, OTHER_NAMESPACE: other}
+            assert await backend.clear(NAMESPACE) == 1
+            assert await backend.read_records() == {OTHER_NAMESPACE: other}
+        assert before["objects_written"] == 1
+
+    async def test_records_are_bounded_in_number_and_length(self, tmp_path: Path) -> None:
+        """Passes at once for a backend that keeps no records."""
+        async with self.opened(tmp_path) as backend:
+            if not isinstance(backend, KeepsRecords):
+                return
+            names = [f"hc1-{number:016x}" for number in range(MAX_RECORDS + 2)]
+            for name in names:
+                assert await backend.write_record(name, name.encode()) is WriteOutcome.STORED
+            records = await backend.read_records()
+            assert len(records) == MAX_RECORDS
+            assert set(records) <= set(names)
+            assert all(record == name.encode() for name, record in records.items())
+            longest = b"x" * MAX_RECORD_BYTES
+            await backend.write_record(NAMESPACE, longest)
+            assert (await backend.read_records())[NAMESPACE] == longest
+            refused = asyncio.ensure_future(backend.write_record(NAMESPACE, longest + b"x"))
+            await asyncio.wait([refused])
+            assert isinstance(refused.exception(), ValueError)
 
     async def test_cancelled_calls_leave_the_store_usable(self, tmp_path: Path) -> None:
         async with self.opened(tmp_path) as backend:

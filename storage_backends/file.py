@@ -17,6 +17,7 @@ from vllm_hicache.errors import BackendTimeout, BackendUnavailable, ConfigError
 from vllm_hicache.storage import ObjectRead, ObjectWrite, ReadOutcome, WriteOutcome
 from vllm_hicache.storage_backends import file_names
 from vllm_hicache.storage_backends.counters import Counters
+from vllm_hicache.storage_backends.file_records import RecordFolder
 from vllm_hicache.storage_backends.file_space import FolderSpace, TemporaryFile
 from vllm_hicache.storage_backends.io_threads import IoThreads
 
@@ -97,6 +98,7 @@ class FileBackend:
         self._space = FolderSpace(
             root, self._counters, capacity_bytes=capacity_bytes, min_free_bytes=min_free_bytes
         )
+        self._records = RecordFolder(str(root), self._space)
         hung_after_s = min(_HUNG_AFTER_S, operation_timeout_s)
         self._readers = IoThreads("read", read_threads, hung_after_s=hung_after_s)
         self._writers = IoThreads("write", write_threads, hung_after_s=hung_after_s)
@@ -158,6 +160,22 @@ class FileBackend:
             [self._clear_job(namespace)], timeout_s=None, uses_buffers=False
         )
         return removed[0]
+
+    async def write_record(self, namespace: str, record: bytes) -> WriteOutcome:
+        """As `KeepsRecords.write_record`."""
+        outcomes = await self._askers.run(
+            [self._record_job(namespace, record)], timeout_s=self._timeout_s, uses_buffers=False
+        )
+        return outcomes[0]
+
+    async def read_records(self) -> dict[str, bytes]:
+        """As `KeepsRecords.read_records`."""
+
+        def job(_batch: Batch[dict[str, bytes]]) -> dict[str, bytes]:
+            return self._records.read_all()
+
+        found = await self._askers.run([job], timeout_s=self._timeout_s, uses_buffers=False)
+        return found[0]
 
     def stats(self) -> dict[str, float]:
         """As `StorageBackend.stats`, with the names in `COUNTERS` and three levels."""
@@ -325,9 +343,34 @@ class FileBackend:
 
         return job
 
+    def _record_job(
+        self, namespace: str, record: bytes
+    ) -> Callable[[Batch[WriteOutcome]], WriteOutcome]:
+        def job(_batch: Batch[WriteOutcome]) -> WriteOutcome:
+            try:
+                deadline = time.monotonic() + self._timeout_s
+                return self._records.write(namespace, record, deadline)
+            except OSError as error:
+                if isinstance(error, BackendTimeout):
+                    raise
+                if error.errno not in _REFUSED:
+                    raise self._unavailable("write of a record", namespace, error) from error
+                return WriteOutcome.FULL
+
+        return job
+
+    def _remove_record(self, namespace: str) -> None:
+        try:
+            self._records.remove(namespace, time.monotonic() + self._timeout_s)
+        except OSError as error:
+            if isinstance(error, BackendTimeout):
+                raise
+            raise self._unavailable("clear", namespace, error) from error
+
     def _clear_job(self, namespace: str) -> Callable[[Batch[int]], int]:
         def job(batch: Batch[int]) -> int:
             num_removed = 0
+            self._remove_record(namespace)
             for index in range(file_names.NUM_FOLDERS):
                 if batch.abandoned:
                     break

@@ -184,6 +184,15 @@ class FolderSpace:
             time.sleep(pause_s)
             pause_s *= 2
 
+    def make_room_at_once(self, ledger: Ledger, charge: int) -> bool:
+        """Whether `charge` more bytes may be used now, after evicting what is known to be old."""
+        if not ledger.is_counted:
+            return False
+        shortage = self._shortage(ledger, charge)
+        if shortage > ledger.total_bytes:
+            return False
+        return shortage <= 0 or self.sweeper.evict(ledger, shortage) >= shortage
+
     def _shortage(self, ledger: Ledger, charge: int) -> int:
         """Bytes that must be freed before `charge` more may be used; 0 or less: none."""
         status = os.statvfs(self._root)

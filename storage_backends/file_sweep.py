@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from vllm_hicache.storage_backends import file_names
+from vllm_hicache.storage_backends import file_names, file_records
 from vllm_hicache.storage_backends.file_capacity import charged_bytes
 
 if TYPE_CHECKING:
@@ -165,11 +165,11 @@ class Sweeper:
             listed = set(os.listdir(self._root))
         except FileNotFoundError:
             listed = set()
-        return [
-            index
-            for index in range(file_names.NUM_FOLDERS)
-            if file_names.folder_name(index) in listed or table[index][0]
-        ]
+        used = {i for i in range(file_names.NUM_FOLDERS) if table[i][0]}
+        used |= {i for i in range(file_names.NUM_FOLDERS) if file_names.folder_name(i) in listed}
+        if file_records.FOLDER in listed:
+            used.add(file_records.COUNTED_IN)
+        return sorted(used)
 
     def _sweep_group(self, group: list[int], oldest: _Oldest) -> None:
         """Measure some folders without the lock, then correct their counts under it.
@@ -192,12 +192,14 @@ class Sweeper:
     def _measure(self, index: int, oldest: _Oldest) -> tuple[int, list[str]]:
         """(bytes used, paths of dead writers' files) of one folder; offers its objects."""
         used = 0
-        leftovers = []
+        if index == file_records.COUNTED_IN:
+            used = file_records.used_bytes(str(self._root))
+        leftovers: list[str] = []
         observer = file_names.Writer.current()
         try:
             entries = os.scandir(self._root / file_names.folder_name(index))
         except (FileNotFoundError, NotADirectoryError):
-            return 0, []
+            return used, leftovers
         with entries:
             for entry in entries:
                 is_object = file_names.is_object(entry.name)

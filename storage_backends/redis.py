@@ -15,6 +15,7 @@ from vllm_hicache.errors import BackendError, ConfigError
 from vllm_hicache.storage import HEADER_BYTES, ObjectRead, ObjectWrite, ReadOutcome, WriteOutcome
 from vllm_hicache.storage_backends.counters import Counters
 from vllm_hicache.storage_backends.redis_calls import MOVED, RedisCalls
+from vllm_hicache.storage_backends.redis_records import RedisRecords
 from vllm_hicache.storage_backends.redis_servers import (
     RedisAddress,
     RedisServer,
@@ -84,6 +85,7 @@ class RedisBackend:
         self._prefix = key_prefix
         self._ttl_s = None if ttl_s is None else max(1, round(ttl_s))
         self._calls = RedisCalls(self._servers, operation_timeout_s)
+        self._records = RedisRecords(self._calls, f"{key_prefix}namespaces".encode(), self._ttl_s)
         self._counters = Counters(COUNTERS)
         self._askers = asyncio.Semaphore(_QUESTION_CONNECTIONS)
         self._readers = asyncio.Semaphore(read_concurrency)
@@ -218,6 +220,7 @@ class RedisBackend:
 
     async def clear(self, namespace: str) -> int:
         """As `StorageBackend.clear`, by SCAN in steps of about a thousand keys."""
+        await self._records.remove([namespace])
         if self._servers.is_cluster:
             async with self._calls.call("clear"):
                 await self._servers.refresh()
@@ -230,6 +233,14 @@ class RedisBackend:
                 if cursor == b"0":
                     break
         return num_removed
+
+    async def write_record(self, namespace: str, record: bytes) -> WriteOutcome:
+        """As `KeepsRecords.write_record`."""
+        return await self._records.write(namespace, record)
+
+    async def read_records(self) -> dict[str, bytes]:
+        """As `KeepsRecords.read_records`."""
+        return await self._records.read_all()
 
     def stats(self) -> dict[str, float]:
         """As `StorageBackend.stats`, with the names in `COUNTERS` and two of connections."""

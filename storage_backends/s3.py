@@ -31,6 +31,7 @@ from vllm_hicache.storage_backends.s3_client import (
     is_refusal,
     status,
 )
+from vllm_hicache.storage_backends.s3_records import S3Records
 from vllm_hicache.storage_backends.s3_requests import Places, UploadBody, all_results, part_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class S3Backend:
         self._counters = Counters(COUNTERS)
         limits = (config.read_concurrency, config.write_concurrency, _QUESTIONS)
         self._client = S3Client(address, self._counters, config, max_connections=2 * sum(limits))
+        self._records = S3Records(address, self._client, self._encryption)
         self._readers, self._writers, self._askers = (
             Places(limit, hung_after_s=min(_HUNG_AFTER_S, self._timeout_s)) for limit in limits
         )
@@ -134,6 +136,7 @@ class S3Backend:
 
     async def clear(self, namespace: str) -> int:
         """As `StorageBackend.clear`: lists the keys of the namespace and deletes 1,000 at once."""
+        await self._records.remove(namespace)
         prefix = self._address.namespace_prefix(namespace)
         num_removed = 0
         while True:
@@ -147,6 +150,14 @@ class S3Backend:
             async with self._client.answering("clear"):
                 await self._delete_keys(keys)
             num_removed += len(keys)
+
+    async def write_record(self, namespace: str, record: bytes) -> WriteOutcome:
+        """As `KeepsRecords.write_record`."""
+        return await self._records.write(namespace, record)
+
+    async def read_records(self) -> dict[str, bytes]:
+        """As `KeepsRecords.read_records`."""
+        return await self._records.read_all()
 
     def stats(self) -> dict[str, float]:
         """As `StorageBackend.stats`, with the names in `COUNTERS` and one level."""

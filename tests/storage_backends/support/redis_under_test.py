@@ -18,7 +18,10 @@ from vllm_hicache.storage_backends.registry import open_backend
 
 START_S = 10.0
 # What docs/storage-services.md tells to give to a user of its own.
-ACL_RULES = ("+get", "+set", "+strlen", "+expire", "+unlink", "+scan", "+cluster|slots")
+ACL_RULES = (
+    *("+get", "+set", "+strlen", "+expire", "+unlink", "+scan", "+cluster|slots"),
+    *("+hset", "+hlen", "+hgetall", "+hdel"),  # records of namespaces
+)
 
 
 def program(package: str, name: str) -> str:
