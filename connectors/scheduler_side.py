@@ -13,11 +13,14 @@ from vllm_hicache.connectors.events import PageEvents
 from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello
 from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
+from vllm_hicache.control_address import ControlAddress
+from vllm_hicache.control_server import ControlServer
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.keys import Namespace
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.namespace_records import encode_record
 from vllm_hicache.near_miss_notice import NearMissNotice
+from vllm_hicache.persists import PERSIST_TIMEOUT_FACTOR
 from vllm_hicache.planner import NOTHING_SETTLED, Planner, PlannerOptions, Settled
 from vllm_hicache.prefetch import FetchPolicy
 from vllm_hicache.prefix_index import HostPage
@@ -25,6 +28,7 @@ from vllm_hicache.progress_board import BoardReader
 from vllm_hicache.request_state import RequestState
 from vllm_hicache.series import HOST, STORAGE
 from vllm_hicache.storage_channel import StorageChannels
+from vllm_hicache.storage_control import StorageControl
 from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.storage_messages import Describe, Drain
 
@@ -49,8 +53,6 @@ SHUTDOWN_COPY_S = 1.0
 START_STORAGE_S = 5.0
 """Longest time for a storage process to come up, besides connecting to its service."""
 POLL_S = 0.0005
-PERSIST_TIMEOUT_FACTOR = 3
-"""A persist may wait in line; its pages stay pinned for at most this many operation timeouts."""
 
 
 class SchedulerSide:
@@ -73,6 +75,8 @@ class SchedulerSide:
         self._channels: StorageChannels | None = None
         self._planner: Planner | None = None
         self._notice: NearMissNotice | None = None
+        self._control: ControlServer | None = None
+        self._num_storage_changes = 0
         self._loaded: list[str] = []
         self._steps: deque[tuple[int, float, int]] = deque()
         self._last_output = 0.0
@@ -132,7 +136,8 @@ class SchedulerSide:
             namespace=self._namespace().digest,
             on_evict=self._evicted,
         )
-        state = "off" if link is None else "on" if self._await_storage(link) else "away"
+        state = "off" if link is None else self._await_storage(link)
+        self._open_control(hellos)
         logger.info(
             "HiCache: %d worker(s), %d host slots of %d tokens each, storage %s, namespace %s",
             self._world_size,
@@ -145,19 +150,32 @@ class SchedulerSide:
             described = vllm_view.describe_objects(self._vllm_config, self._first)
             logger.info("HiCache storage: %s", described)
 
-    def _await_storage(self, link: StorageLink) -> bool:
+    def _await_storage(self, link: StorageLink) -> str:
         """Give storage processes a moment, so that the first request after a start can hit. An
         engine starts without them: what is away at start joins when it comes up."""
         storage = self._config.storage
         deadline = time.monotonic() + START_STORAGE_S
         if storage is not None:
             deadline += storage.connect_timeout_s
-        while not link.is_up and time.monotonic() < deadline:
+        while not link.is_reached and time.monotonic() < deadline:
             self._settle_storage()
             time.sleep(POLL_S * 10)
-        if not link.is_up:
+        if not link.is_reached:
             logger.warning("HiCache: storage does not answer; starting without it")
-        return link.is_up
+            return "away"
+        return "on" if link.is_up else "detached"
+
+    def _open_control(self, hellos: list[WorkerHello]) -> None:
+        """Take commands that attach and detach storage, where an address is configured."""
+        config = self._config
+        if config.control_address is None:
+            return
+        replica = self._vllm_config.parallel_config.data_parallel_index
+        self._control = ControlServer(
+            ControlAddress.parse(config.control_address).of_replica(replica),
+            config.control_token,
+            StorageControl([hello.storage_address for hello in hellos if hello.storage_address]),
+        )
 
     def _open_storage(self, hellos: list[WorkerHello]) -> StorageLink | None:
         addresses = [hello.storage_address for hello in hellos if hello.storage_address]
@@ -175,7 +193,7 @@ class SchedulerSide:
 
     def _planner_options(self, hellos: list[WorkerHello]) -> PlannerOptions:
         config = self._config
-        storage = config.storage
+        storage = config.initial_storage
         operation_s = storage.operation_timeout_s if storage is not None else 0.0
         return PlannerOptions(
             page_size=config.page_size,
@@ -348,6 +366,10 @@ class SchedulerSide:
         if self._channels is None or not self._channels.has_news:
             return
         self.planner.settle_storage(time.monotonic())
+        if self.planner.num_storage_changes != self._num_storage_changes:
+            self._num_storage_changes = self.planner.num_storage_changes
+            if self._events is not None:
+                self._events.clear(STORAGE)
         self._tell(self.planner.take_fetched(), HOST)
         self._tell(self.planner.take_persisted(), STORAGE)
         if self._notice is not None:
@@ -386,8 +408,10 @@ class SchedulerSide:
             return
         self._drain_copies(SHUTDOWN_COPY_S)
         self._settle_storage()
-        if self._channels is not None and self._config.storage is not None:
-            grace_s = self._config.storage.shutdown_grace_s
+        if self._control is not None:
+            self._control.close()
+        if self._channels is not None and self._planner.link is not None:
+            grace_s = self._planner.link.grace_s
             deadline = time.monotonic() + grace_s
             for worker_id in range(self._world_size):
                 self._channels.send(worker_id, Drain(grace_s))

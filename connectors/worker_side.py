@@ -164,7 +164,8 @@ class WorkerSide:
             logger.warning("HiCache: stored objects have %d bytes only; %s", smallest, advice)
 
     def _start_storage(self, layout: "PageLayout", num_slots: int) -> str | None:
-        if self._config.storage is None or self.pool is None:
+        storage = self._config.initial_storage
+        if storage is None or self.pool is None:
             return None
         parallel = self._vllm_config.parallel_config
         host = _own_address(parallel.master_addr) if parallel.nnodes > 1 else ""
@@ -174,13 +175,13 @@ class WorkerSide:
                 num_slots=num_slots,
                 slot_stride=layout.slot_stride,
                 shards=layout.shards,
-                storage=self._config.storage,
+                storage=storage,
             ),
             self.pool.fd,
             host=host,
         )
         address = self._storage.start()
-        refusal = self._storage.refusal(self._config.storage.connect_timeout_s + START_STORAGE_S)
+        refusal = self._storage.refusal(storage.connect_timeout_s + START_STORAGE_S)
         if refusal:
             raise ConfigError(refusal)
         return address

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_hicache import __version__, cli_doctor
+from vllm_hicache import __version__, cli_doctor, cli_storage
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.masking import mask_url
 
@@ -18,7 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Wrong options or configuration; argparse ends with the same status."""
 
-COMMANDS = (cli_doctor,)
+COMMANDS = (cli_doctor, cli_storage)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, options.engine_arguments = parser.parse_known_args(arguments)
+    if options.engine_arguments and not getattr(options, "takes_engine_arguments", False):
+        parser.error(f"unrecognized arguments: {' '.join(options.engine_arguments)}")
     try:
         status: int = options.run(options)
     except ConfigError as error:

@@ -6,7 +6,7 @@ the start. All problems are told at once, and no message or repr shows a secret.
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -53,6 +53,27 @@ class StorageConfig:
     def scheme(self) -> str:
         return urlsplit(self.url).scheme
 
+    @property
+    def is_attached(self) -> bool:
+        """False for ``StorageConfig.detached()``."""
+        return self.url != ""
+
+    @classmethod
+    def parse(cls, table: Mapping[str, object]) -> "StorageConfig":
+        """The storage that a table of options names, as under the key ``storage``.
+
+        Neither environment nor file are looked at. Raises ConfigError with every problem found.
+        """
+        storage = HiCacheConfig.parse({STORAGE: table}, env={}).storage
+        if storage is None:
+            raise ConfigError("storage.url must be given")
+        return storage
+
+    @classmethod
+    def detached(cls) -> "StorageConfig":
+        """No storage; the times of a storage process that serves none are the defaults."""
+        return replace(cls.parse({"url": "file:///nowhere"}), url="")
+
     def __repr__(self) -> str:
         return f"StorageConfig({_shown_fields(self, STORAGE_OPTIONS)})"
 
@@ -81,6 +102,8 @@ class HiCacheConfig:
     prefetch_min_tokens: int
     log_interval_s: float
     kv_events: bool | None
+    control_address: str | None
+    control_token: str | None
     storage: StorageConfig | None
 
     @classmethod
@@ -113,6 +136,13 @@ class HiCacheConfig:
         has_storage = values["storage.url"] is not None
         storage = StorageConfig(**fields(STORAGE_OPTIONS)) if has_storage else None
         return cls(**fields(TOP_OPTIONS), storage=storage)
+
+    @property
+    def initial_storage(self) -> StorageConfig | None:
+        """What storage processes serve at the start; None when there are no such processes."""
+        if self.storage is None and self.control_address is not None:
+            return StorageConfig.detached()
+        return self.storage
 
     def describe(self) -> dict[str, object]:
         """The options in effect as ``parse`` would read them, secrets masked.

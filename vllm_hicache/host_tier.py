@@ -110,6 +110,11 @@ class HostTier:
             self._queue.offer(page.parent)
         return len(doomed)
 
+    def forget_stored(self) -> None:
+        """Storage is another one now: nothing counts as stored there."""
+        for page in self.index.pages():
+            page.is_persisted = False
+
     def clear(self) -> int:
         """Forget all pages. Returns how many there were."""
         pages = self.index.clear()

@@ -27,6 +27,7 @@ _STORAGE_COUNTERS = frozenset({*(s.name for s in STORAGE_OBJECT_SERIES), "corrup
 # name in a report -> our gauge, and what several workers' values come to
 _STORAGE_GAUGES: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
     "breaker_open": ("breaker_open", sum),
+    "storage_attached": ("storage_attached", sum),
     "write_backlog_bytes": ("write_backlog_bytes", sum),
     "hung_threads_now": ("storage_hung_threads", sum),
     # Each worker sees the same store.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
+from vllm_hicache.control_address import ControlAddress
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Fleet
 from vllm_hicache.host_memory import HostMemory, parse_host_memory
@@ -224,6 +225,17 @@ def absolute_path() -> Kind:
         return str(path)
 
     return Kind("path", "an absolute path", parse)
+
+
+def control_address() -> Kind:
+    """Where an engine takes commands."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str):
+            raise ConfigError("")
+        return str(ControlAddress.parse(value))
+
+    return Kind("address", '"unix:/PATH" or "tcp:127.0.0.1:PORT"', parse)
 
 
 def storage_url() -> Kind:

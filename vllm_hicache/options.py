@@ -221,6 +221,25 @@ _TABLE = (
         nullable=True,
     ),
     Option(
+        "control_address",
+        kinds.control_address(),
+        None,
+        "unix:/run/hicache.sock",
+        "where `hicache storage` reaches the engine: `unix:/PATH`, or "
+        "`tcp:127.0.0.1:PORT` on this host only; with data parallelism rank n listens at `PATH.n` "
+        "or `PORT + n`",
+        nullable=True,
+    ),
+    Option(
+        "control_token",
+        kinds.secret(),
+        None,
+        "any 16 or more characters",
+        "what the command has to show at `control_address`",
+        ("control_address",),
+        nullable=True,
+    ),
+    Option(
         "storage.url",
         kinds.storage_url(),
         None,
@@ -406,6 +425,10 @@ def unmet_need(option: Option, values: Mapping[str, object]) -> str | None:
     for need in option.needs:
         name, _, wanted = need.partition("=")
         value = values[name]
+        if value is None and name == "storage.url" and values["control_address"] is not None:
+            # Storage may be attached later; options of the storage itself come with it.
+            if not option.name.startswith(f"{STORAGE}."):
+                continue
         if value is None:
             return f"{name} to be set"
         if name == "storage.url":

@@ -11,6 +11,7 @@ from vllm_hicache.storage_messages import (
     Persist,
     PersistDone,
     PersistReleased,
+    StorageTimes,
     pack_hashes,
     pack_slots,
 )
@@ -20,6 +21,8 @@ MAX_PAGES_PER_PERSIST = 16
 operation loses less when one page is dropped and costs more messages."""
 
 
+PERSIST_TIMEOUT_FACTOR = 3
+"""A persist may wait in line; its pages stay pinned for at most this many operation timeouts."""
 RETRY_S = 5.0
 """After a drop, pages that were dropped are not offered again for so long. Sooner, every request
 would send its whole chain to a tier that is down; later, more pages leave host unstored."""
@@ -119,6 +122,17 @@ class Persists:
         for persist in self._running.values():
             if persist.answer.settle(worker_id, "unavailable"):
                 persist.is_stored = False
+
+    def use_times(self, times: StorageTimes) -> None:
+        """Deadlines from now on are those of this storage."""
+        self._deadline_s = times.operation_s * PERSIST_TIMEOUT_FACTOR
+
+    def change_storage(self) -> None:
+        """The storage is another one: pages of host are offered to it when they are used again."""
+        self._host.forget_stored()
+        self._retry_at = 0.0
+        for persist in self._running.values():
+            persist.is_stale = True
 
     def regain_worker(self, worker_id: int, now: float) -> None:
         """Its successor said hello: nobody reads the old slots any more."""

@@ -34,6 +34,7 @@ from vllm_hicache.storage_messages import (
     PersistDone,
     PersistReleased,
     Stats,
+    Switching,
 )
 
 
@@ -111,6 +112,9 @@ class Planner:
         self.loads = Loads(self.host, metrics, self.ledger, **sizes)
         self.prefetcher: Prefetcher | None = None
         self.persists: Persists | None = None
+        self.num_storage_changes = 0
+        """How often a worker's storage was attached, detached or replaced since the start."""
+        self._switching: set[int] = set()
         if link is not None:
             self.prefetcher = Prefetcher(
                 self.host, link, metrics, self.costs, options.fetch, page_size=options.page_size
@@ -350,13 +354,11 @@ class Planner:
             return
         known = True
         if isinstance(event, ChannelUp):
-            persists.regain_worker(worker_id, now)
-            prefetcher.regain_worker(worker_id, now)
+            self._regain_worker(worker_id, event, now)
+        elif isinstance(event, Switching):
+            self._switching.add(worker_id)
         elif isinstance(event, ChannelDown):
-            self.metrics.count("storage_restarts")
-            persists.lose_worker(worker_id)
-            prefetcher.lose_worker(worker_id, now)
-            self._storage_counters.forget(worker_id)
+            self._lose_worker(worker_id, now)
         elif isinstance(event, Stats):
             incarnation = link.incarnation(worker_id)
             self._storage_counters.absorb(worker_id, incarnation, event.counters)
@@ -368,6 +370,31 @@ class Planner:
             known = prefetcher.handle(worker_id, event, now)  # type: ignore[arg-type]
         if not known:
             self.metrics.count("ignored_reports")
+
+    def _regain_worker(self, worker_id: int, up: ChannelUp, now: float) -> None:
+        persists, prefetcher, link = self.persists, self.prefetcher, self.link
+        if persists is None or prefetcher is None or link is None:
+            return
+        if link.is_other_storage(worker_id, up):
+            persists.change_storage()
+            self.num_storage_changes += 1
+        if up.times is not None:
+            persists.use_times(up.times)
+            prefetcher.use_times(up.times)
+        persists.regain_worker(worker_id, now)
+        prefetcher.regain_worker(worker_id, now)
+
+    def _lose_worker(self, worker_id: int, now: float) -> None:
+        persists, prefetcher = self.persists, self.prefetcher
+        if persists is None or prefetcher is None:
+            return
+        if worker_id in self._switching:
+            self._switching.remove(worker_id)
+        else:
+            self.metrics.count("storage_restarts")
+        persists.lose_worker(worker_id)
+        prefetcher.lose_worker(worker_id, now)
+        self._storage_counters.forget(worker_id)
 
     # Whole cache -------------------------------------------------------------------------------
 

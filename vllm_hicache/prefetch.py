@@ -8,7 +8,7 @@
 Deadlines belong to the scheduler; a worker only turns its own into a shorter answer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from vllm_hicache.cost_model import CostModel
@@ -24,6 +24,7 @@ from vllm_hicache.storage_messages import (
     FetchProgress,
     FetchReleased,
     FetchSettled,
+    StorageTimes,
     pack_hashes,
     pack_slots,
 )
@@ -152,6 +153,12 @@ class Prefetcher:
             if fetch.anchor is not None
         ]
         return anchors + [page for fetch in self._awaited for page in fetch.pages]
+
+    def use_times(self, times: StorageTimes) -> None:
+        """Deadlines from now on are those of this storage."""
+        self._policy = replace(
+            self._policy, exists_timeout_s=times.exists_s, read_timeout_s=times.operation_s
+        )
 
     def linked_fetches(self) -> list[Fetch]:
         """Fetches that a newcomer would join, one entry a page."""

@@ -24,6 +24,7 @@ from vllm_hicache.storage_messages import (
     FrameReader,
     Hello,
     ProtocolError,
+    StorageTimes,
     encode_frame,
     event_reader,
 )
@@ -37,9 +38,14 @@ MAX_UNSENT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChannelUp:
-    """The storage process of this incarnation answers; host slots of older operations are quiet."""
+    """The storage process of this incarnation answers; host slots of older operations are quiet.
+
+    ``attachment`` and ``times`` are those of its ``Hello``: 0 while no storage is attached.
+    """
 
     incarnation: int
+    attachment: int = 1
+    times: StorageTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +291,7 @@ class StorageChannels:
         self._last_generation += 1
         link.generation = self._last_generation
         link.backoff_s = 0.0
-        event = ChannelUp(hello.incarnation)
+        event = ChannelUp(hello.incarnation, hello.attachment, hello.times)
         self._inbox.append((link.worker_id, event, link.generation))
 
     def _drop(self, link: _Link, reason: str) -> None:

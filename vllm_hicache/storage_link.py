@@ -83,12 +83,32 @@ class StorageLink:
         self._channels = channels
         self._numbers = count(1)
         self._up: set[int] = set()
+        self._reached: set[int] = set()
+        self._attachments: dict[int, int] = {}
+        self.grace_s = 0.0
+        """What a drain may take, by the options of the storage that is attached."""
         self._incarnations: dict[int, str] = {}
 
     @property
     def is_up(self) -> bool:
-        """Whether every worker's storage process can be reached."""
+        """Whether every worker's storage process can be reached and has a storage."""
         return len(self._up) == self.world_size
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether every worker's storage process can be reached, with a storage or without."""
+        return len(self._reached) == self.world_size
+
+    def is_other_storage(self, worker_id: int, up: ChannelUp) -> bool:
+        """Whether this worker's storage, or that it has none, is a change; asked once an event.
+
+        What was stored in the former one need not be in this one.
+        """
+        if up.times is not None:
+            self.grace_s = up.times.grace_s
+        before = self._attachments.get(worker_id, up.attachment)
+        self._attachments[worker_id] = up.attachment
+        return before != up.attachment
 
     def incarnation(self, worker_id: int) -> str:
         """Which process of this worker spoke last; "" before the first one."""
@@ -125,11 +145,14 @@ class StorageLink:
             if isinstance(event, ChannelDown)
         }
         self._up -= last_down.keys()
+        self._reached -= last_down.keys()
         for i, (worker_id, event) in enumerate(events):
             if isinstance(event, ChannelUp):
                 self._incarnations[worker_id] = str(event.incarnation)
                 if worker_id == 0 and self._describe is not None:
                     self._channels.send(0, self._describe)
                 if i > last_down.get(worker_id, -1):
-                    self._up.add(worker_id)
+                    self._reached.add(worker_id)
+                    if event.attachment:
+                        self._up.add(worker_id)
             yield worker_id, event

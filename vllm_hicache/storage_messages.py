@@ -10,6 +10,8 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from vllm_hicache.config import StorageConfig
+
 HASH_BYTES = 32
 SLOT_BYTES = 4
 # A million tokens in pages of 16 is 2.3 MB; anything larger is not one of our messages.
@@ -131,18 +133,54 @@ class Describe(_Message, frozen=True, tag=True):
     record: bytes
 
 
-Command = Attach | Exists | Fetch | Persist | Cancel | Drain | Describe
+class Ask(_Message, frozen=True, tag=True):
+    """First and only message of a connection that wants to know: answered by ``Standing``."""
+
+    token: str
+
+
+class Configure(_Message, frozen=True, tag=True):
+    """First and only message of a connection: serve ``storage`` from now on, or none.
+
+    Without ``commit`` the process opens that storage and closes it again, nothing more. With it, a
+    successor that serves it takes over. Answered by ``Configured``.
+    """
+
+    token: str
+    storage: StorageConfig
+    commit: bool
+
+
+Command = Attach | Exists | Fetch | Persist | Cancel | Drain | Describe | Ask | Configure
 
 
 # Storage process -> scheduler ---------------------------------------------------------------
 
 
+class StorageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """What the options of the storage that is attached allow; seconds."""
+
+    exists_s: float
+    operation_s: float
+    grace_s: float
+
+    @classmethod
+    def of(cls, storage: StorageConfig) -> "StorageTimes":
+        return cls(storage.exists_timeout_s, storage.operation_timeout_s, storage.shutdown_grace_s)
+
+
 class Hello(_Message, frozen=True, tag=True):
-    """First message of a connection: no thread touches a host slot for an earlier operation."""
+    """First message of a connection: no thread touches a host slot for an earlier operation.
+
+    ``attachment`` numbers the storages that a worker's processes served one after the other; 0
+    while there is none. A restart keeps it.
+    """
 
     worker_id: int
     incarnation: int
     pid: int
+    attachment: int
+    times: StorageTimes
 
 
 class ExistsResult(_Message, frozen=True, tag=True):
@@ -215,6 +253,28 @@ class NearMisses(_Message, frozen=True, tag=True):
     records: tuple[bytes, ...]
 
 
+class Switching(_Message, frozen=True, tag=True):
+    """This process ends now, because its successor serves another storage or none."""
+
+
+class Standing(_Message, frozen=True, tag=True):
+    """What a storage process serves. ``url`` is masked, "" while it serves none."""
+
+    worker_id: int
+    incarnation: int
+    pid: int
+    attachment: int
+    url: str
+    is_open: bool
+    counters: dict[str, float]
+
+
+class Configured(_Message, frozen=True, tag=True):
+    """``refusal`` says why not; "" when it was done."""
+
+    refusal: str
+
+
 Event = (
     Hello
     | ExistsResult
@@ -226,7 +286,9 @@ Event = (
     | Drained
     | Stats
     | NearMisses
+    | Switching
 )
+Reply = Standing | Configured
 
 
 # Framing ------------------------------------------------------------------------------------
@@ -236,7 +298,7 @@ _LENGTH = struct.Struct("<I")
 _T = TypeVar("_T")
 
 
-def encode_frame(message: Command | Event) -> bytes:
+def encode_frame(message: Command | Event | Reply) -> bytes:
     """One message as it goes over the wire."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -283,3 +345,8 @@ def command_reader() -> FrameReader[Command]:
 def event_reader() -> FrameReader[Event]:
     """The scheduler's end of the stream."""
     return FrameReader(msgspec.msgpack.Decoder(Event))
+
+
+def reply_reader() -> FrameReader[Reply]:
+    """The end of who asks or configures."""
+    return FrameReader(msgspec.msgpack.Decoder(Reply))

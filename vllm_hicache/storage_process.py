@@ -22,6 +22,7 @@ from vllm_hicache.storage_lifeline import leave, report_to
 from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
 from vllm_hicache.storage_server import ServedStorage, StorageServer
+from vllm_hicache.storage_switch import checked_storage
 
 logger = logging.getLogger("vllm_hicache.storage_process")
 
@@ -39,7 +40,8 @@ def main() -> NoReturn:
     try:
         listener = socket.socket(fileno=launch.listen_fd)
         listener.setblocking(False)
-        asyncio.run(_serve(launch, listener, _open_storage(launch), _map_pool(launch)))
+        storage = checked_storage(launch.config.storage)
+        asyncio.run(_serve(launch, listener, storage, _map_pool(launch)))
     except ConfigError as error:
         leave(EXIT_CONFIG, str(error))
     except Exception:
@@ -74,15 +76,6 @@ def _set_up_logging(worker_id: int) -> None:
         format=f"hicache-storage[worker {worker_id}] %(levelname)s %(asctime)s %(message)s",
         datefmt="%H:%M:%S",
     )
-
-
-def _open_storage(launch: Launch) -> ServedStorage:
-    from vllm_hicache.storage_backends.envelope import CheckedStorage
-    from vllm_hicache.storage_backends.registry import open_backend
-
-    storage = launch.config.storage
-    key = storage.integrity_key.encode() if storage.integrity_key else None
-    return CheckedStorage(open_backend(storage.url, storage), integrity_key=key)
 
 
 def _map_pool(launch: Launch) -> HostPages:

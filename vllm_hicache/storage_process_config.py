@@ -14,6 +14,8 @@ EXIT_CONFIG = 2
 """Exit status for a configuration that no restart can mend."""
 EXIT_HUNG = 3
 """Exit status after a hang: start the process anew."""
+EXIT_SWITCHED = 4
+"""Exit status of a process that makes room for one with another storage."""
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,6 +26,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 
     status: int | None = None  # it ends with
     reason: str = ""
+    next_storage: StorageConfig | None = None
+    """What its successors serve, from now on."""
 
 
 class StorageProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     config: StorageProcessConfig
     incarnation: int
+    attachment: int
+    """Number of this storage among those that this worker served; 0: there is none."""
     parent: ProcessIdentity
     token: str  # what a scheduler has to show
     listen_fd: int

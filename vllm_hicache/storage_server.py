@@ -5,33 +5,40 @@ import contextlib
 import faulthandler
 import logging
 import os
+import secrets
 import socket
 import struct
 import sys
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 from vllm_hicache.errors import BackendError, ConfigError
 from vllm_hicache.masking import mask_url
-from vllm_hicache.storage import KeepsRecords
 from vllm_hicache.storage_address import tune_connection
 from vllm_hicache.storage_lifeline import Lifeline, leave, report
 from vllm_hicache.storage_messages import (
     RECEIVE_BYTES,
+    Ask,
     Attach,
     Command,
+    Configure,
+    Configured,
     Event,
     FrameReader,
     Hello,
     ProtocolError,
+    Reply,
     Stats,
+    StorageTimes,
+    Switching,
     command_reader,
     encode_frame,
 )
 from vllm_hicache.storage_neighbours import Neighbours
-from vllm_hicache.storage_operations import HostPages, VerifiedStorage
+from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import EXIT_CONFIG, EXIT_HUNG, Launch, Report
+from vllm_hicache.storage_switch import ServedStorage, Switch
 from vllm_hicache.storage_table import OperationTable
 
 logger = logging.getLogger(__name__)
@@ -45,21 +52,8 @@ LAST_MESSAGES_S = 0.1
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class ServedStorage(VerifiedStorage, Protocol):
-    """What the process needs of ``CheckedStorage`` beyond its operations."""
-
-    @property
-    def records(self) -> KeepsRecords | None: ...
-
-    async def open(self) -> None: ...
-
-    def stats(self) -> Mapping[str, float]: ...
-
-    def oldest_running_s(self) -> float: ...
-
-
 class Connection:
-    """One scheduler, or who pretends to be one."""
+    """One scheduler, or who asks a question, or pretends to be one of them."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._frames: FrameReader[Command] = command_reader()
@@ -67,8 +61,9 @@ class Connection:
         self._reader = reader
         self._writer = writer
 
-    async def check(self, token: str) -> None:
-        """Return when the other end has proven that it belongs here; ``OSError`` otherwise."""
+    async def check(self, token: str) -> Attach | Ask | Configure:
+        """What the other end came for, when it has proven that it belongs here; ``OSError``
+        otherwise."""
         peer = self._writer.get_extra_info("socket")
         if peer.family == socket.AF_UNIX:
             raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
@@ -79,8 +74,11 @@ class Connection:
             while not self._early:
                 self._early = await self.receive()
         first = self._early.pop(0)
-        if not isinstance(first, Attach) or first.token != token:
+        if not isinstance(first, Attach | Ask | Configure):
+            raise ProtocolError("no token")
+        if not secrets.compare_digest(first.token.encode(), token.encode()):
             raise ProtocolError("no valid token")
+        return first
 
     async def receive(self) -> list[Command]:
         """The next commands; ``ConnectionError`` when there are no more."""
@@ -91,6 +89,13 @@ class Connection:
         if not data:
             raise ConnectionResetError("the scheduler closed it")
         return self._frames.feed(data)
+
+    async def reply(self, reply: Reply) -> None:
+        """Send the only answer of this connection and close it."""
+        with contextlib.suppress(OSError):
+            self._writer.write(encode_frame(reply))
+            self._writer.close()
+            await self._writer.wait_closed()
 
     def send(self, event: Event) -> None:
         """Queue an answer; never waits."""
@@ -133,6 +138,12 @@ class StorageServer:
         self._newcomers: asyncio.Queue[Connection] = asyncio.Queue()
         self._current: Connection | None = None
         self._last_received = 0.0
+        self._switch = Switch(
+            launch,
+            is_open=lambda: self._table.is_open,
+            counters=self._counters,
+            finish=self._finish,
+        )
         self._lifeline = Lifeline(
             launch.lifeline_fd,
             parent=launch.parent,
@@ -166,6 +177,10 @@ class StorageServer:
             await asyncio.sleep(LAST_MESSAGES_S - quiet_s)
 
     async def _open_storage(self) -> None:
+        if not self._config.storage.is_attached:
+            self._report_validity()
+            self._opened.set()  # nothing to wait for; every operation is unavailable
+            return
         backoff_s = self._config.breaker_backoff_s
         while not self._table.is_open:
             try:
@@ -206,14 +221,27 @@ class StorageServer:
             stranger.close()
             return
         try:
-            await connection.check(self._launch.token)
+            first = await connection.check(self._launch.token)
         except OSError as error:  # also of the timeout
             logger.warning("Turned a connection away: %s", error or "no token in time")
             connection.close()
             return
+        if not isinstance(first, Attach):
+            await self._answer(first, connection)
+            return
         self._newcomers.put_nowait(connection)
         if self._current is not None:
             self._current.close()
+
+    async def _answer(self, question: Ask | Configure, connection: Connection) -> None:
+        reply = await self._switch.answer(question)
+        await connection.reply(reply)
+        is_change = isinstance(question, Configure) and question.commit
+        if is_change and isinstance(reply, Configured) and not reply.refusal:
+            logger.info("Storage changes: this process finishes and makes room for another")
+            if self._current is not None:
+                self._current.send(Switching())
+            await self._switch.leave(question.storage)
 
     async def _serve(self) -> None:
         # Operations of the first moments would be refused: the channel comes up a little later.
@@ -231,7 +259,16 @@ class StorageServer:
     async def _serve_one(self, connection: Connection) -> None:
         self._current = connection
         self._table.attach(self._neighbours.listen(connection.send))
-        connection.send(Hello(self._config.worker_id, self._launch.incarnation, os.getpid()))
+        launch = self._launch
+        connection.send(
+            Hello(
+                worker_id=self._config.worker_id,
+                incarnation=launch.incarnation,
+                pid=os.getpid(),
+                attachment=launch.attachment,
+                times=StorageTimes.of(self._config.storage),
+            )
+        )
         connection.send(Stats(self._counters()))
         try:
             while True:

@@ -16,6 +16,7 @@ from vllm_hicache.storage_address import StorageAddress, listen
 from vllm_hicache.storage_process_config import (
     ENDINGS,
     EXIT_CONFIG,
+    EXIT_SWITCHED,
     Launch,
     Report,
     StorageProcessConfig,
@@ -49,6 +50,7 @@ class StorageProcess:
         self._stopping = threading.Event()
         self._process: DetachedProcess | None = None
         self._incarnation = 0
+        self._num_attached = 1  # storages so far, the one of the start included
         self._listener: socket.socket | None = None
         self._address: StorageAddress | None = None
         self._lifeline: list[int] = []  # read end, write end
@@ -124,6 +126,10 @@ class StorageProcess:
                 report = self._listen(self._process)
                 if self._stopping.is_set() or self._refusal:
                     return
+                if report is not None and report.status == EXIT_SWITCHED:
+                    backoff_s = 0.0
+                    self._spawn(listener, address)
+                    continue
                 is_healthy = time.monotonic() - born >= HEALTHY_LIFE_S
                 backoff_s = FIRST_BACKOFF_S if is_healthy else _next_backoff(backoff_s)
                 logger.warning(
@@ -146,6 +152,9 @@ class StorageProcess:
         report = None
         for line in process.lines():
             report = msgspec.json.decode(line, type=Report)
+            if report.next_storage is not None:
+                self._num_attached += 1
+                self._config = msgspec.structs.replace(self._config, storage=report.next_storage)
             if report.status == EXIT_CONFIG and not self._judged.is_set():
                 self._refusal = report.reason
             # After a first acceptance a refusal may pass, such as a permission: tried again.
@@ -160,6 +169,7 @@ class StorageProcess:
             launch = Launch(
                 config=self._config,
                 incarnation=self._incarnation,
+                attachment=self._num_attached if self._config.storage.is_attached else 0,
                 parent=ProcessIdentity.of(os.getpid()),
                 token=address.token,
                 listen_fd=listener.fileno(),

@@ -7,9 +7,11 @@ from vllm_hicache.storage_breaker import Breaker
 from vllm_hicache.storage_lanes import Lane, Operation
 from vllm_hicache.storage_messages import (
     SLOT_BYTES,
+    Ask,
     Attach,
     Cancel,
     Command,
+    Configure,
     Drain,
     Drained,
     Event,
@@ -53,6 +55,7 @@ class OperationTable:
             )
 
         self._pages = pages
+        self._is_attached = config.storage.is_attached
         self._backlog_limit = config.storage.write_backlog_bytes
         self._exists_lane = lane(config.exists_concurrency)
         self._fetch_lane = lane(_pages_at_once(config.storage.read_concurrency, pages))
@@ -110,8 +113,8 @@ class OperationTable:
                 task = asyncio.create_task(self._answer_drain(command.deadline_s))
                 self._drain_tasks.add(task)
                 task.add_done_callback(self._drain_tasks.discard)
-            case Attach():
-                raise ProtocolError("a second Attach")
+            case Attach() | Ask() | Configure():
+                raise ProtocolError("a first message that came later")
 
     async def drain(self, deadline_s: float) -> None:
         """Refuse new reads, wait for persists until the deadline, drop what is left then."""
@@ -141,8 +144,10 @@ class OperationTable:
     def gauges(self) -> dict[str, float]:
         """Current levels, by the names of the metrics."""
         is_closed = self._read_breaker.is_closed and self._write_breaker.is_closed
+        is_working = is_closed and self.is_open
         return {
-            "breaker_open": 0.0 if is_closed and self.is_open else 1.0,
+            "breaker_open": 1.0 if self._is_attached and not is_working else 0.0,
+            "storage_attached": float(self._is_attached),
             "write_backlog_bytes": float(self.backlog_bytes),
         }
 

@@ -44,12 +44,51 @@ def test_default_of_a_scheme_gives_way_to_what_is_given(given, seconds):
 # contradictions
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.needs])
+NEED_STORAGE = [
+    name
+    for name, option in OPTIONS.items()
+    if any(need.startswith("storage.url") for need in option.needs)
+]
+
+
+@pytest.mark.parametrize("name", NEED_STORAGE)
 def test_option_of_a_tier_that_is_off_is_refused(name):
     table, _, bare = name.rpartition(".")
     example = OPTIONS[name].example
     message = _refusal({table: {bare: example}} if table else {bare: example})
     assert f"{name} is given but has no effect: it needs storage.url to be set" in message
+
+
+def test_a_token_that_nobody_asks_for_is_refused():
+    message = _refusal({"control_token": "sixteen characters"})
+    assert "control_token is given but has no effect: it needs control_address" in message
+    assert "sixteen" not in message
+
+
+def test_processes_for_storage_exist_when_storage_can_be_attached_later():
+    assert _parse({}).initial_storage is None
+    initial = _parse({"control_address": "tcp:127.0.0.1:8790"}).initial_storage
+    assert initial is not None
+    assert not initial.is_attached
+    later = {"control_address": "unix:/run/x", "weights_id": "v1", "fleet": {"tp": [1, 2]}}
+    assert _parse(later).weights_id == "v1"
+    assert "needs storage.url" in _refusal({**later, "storage": {"capacity": "1GB"}})
+    assert _parse({"storage": "file:///a"}).initial_storage.is_attached
+
+
+@pytest.mark.parametrize(
+    ("address", "hint"),
+    [
+        ("tcp:0.0.0.0:8790", "the token must not cross a network"),
+        ("unix:relative.sock", ""),
+        ("tcp:127.0.0.1:0", ""),
+        ("unix:/" + 107 * "x", "at most 107 bytes"),
+    ],
+)
+def test_a_control_address_is_a_socket_or_a_port_of_this_host(address, hint):
+    message = _refusal({"control_address": address})
+    assert 'control_address must be "unix:/PATH" or "tcp:127.0.0.1:PORT"' in message
+    assert hint in message
 
 
 @pytest.mark.parametrize("name", ["capacity", "min_free"])
@@ -132,7 +171,8 @@ def test_description_parses_back_to_the_same_configuration(extra):
 
 
 def test_description_names_every_option_in_effect():
-    described = _parse({"storage": "plugin://package.module/Backend"}).describe()
+    extra = {"storage": "plugin://package.module/Backend", "control_address": "unix:/run/x"}
+    described = _parse(extra).describe()
     assert list(described) == [*(option.name for option in TOP_OPTIONS), "storage"]
     names = [option.name.removeprefix("storage.") for option in STORAGE_OPTIONS]
     assert list(described["storage"]) == names

@@ -28,7 +28,10 @@ def _needed(name: str) -> dict[str, str]:
     for need in OPTIONS[name].needs:
         other, _, choices = need.partition("=")
         choice = choices.partition("|")[0]
-        needed[other] = choice if other != "storage.url" else f"{choice or 'file'}:///place"
+        if other == "storage.url":
+            needed[other] = f"{choice or 'file'}:///place"
+        else:
+            needed[other] = choice or str(OPTIONS[other].example)
     return needed
 
 

@@ -12,6 +12,8 @@ from vllm_hicache.errors import ConfigError
 from vllm_hicache.storage_address import StorageAddress, listen
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp, StorageChannels
 
+TIMES = messages.StorageTimes(0.05, 10.0, 5.0)
+
 
 class Peer:
     """The other end of one accepted connection."""
@@ -51,7 +53,7 @@ class Listener:
 
     def greet(self, worker_id: int = 0, incarnation: int = 1) -> Peer:
         peer = self.accept()
-        peer.send(messages.Hello(worker_id, incarnation, 1))
+        peer.send(messages.Hello(worker_id, incarnation, 1, 1, TIMES))
         return peer
 
 
@@ -149,7 +151,7 @@ def test_nothing_is_sent_before_hello(make_listener, make_caller, opened):
     peer = listener.accept()
     opened.append(peer)
     assert not caller.channels.send(0, messages.Cancel(2))
-    peer.send(messages.Hello(0, 1, 1))
+    peer.send(messages.Hello(0, 1, 1, 1, TIMES))
     assert not caller.channels.is_up(0)
     caller.wait_for(1)
     assert caller.channels.is_up(0)

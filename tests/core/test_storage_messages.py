@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from vllm_hicache import storage_messages as messages
+from vllm_hicache.config import StorageConfig
 from vllm_hicache.storage_messages import ProtocolError
 
 HASHES = messages.pack_hashes(bytes([i]) * 32 for i in range(3))
@@ -17,9 +18,12 @@ COMMANDS = [
     messages.Persist(3, "hc1-0123", HASHES, SLOTS, 30.0),
     messages.Cancel(2),
     messages.Drain(5.0),
+    messages.Ask("token"),
+    messages.Configure("token", StorageConfig.parse({"url": "redis://:pw@host:1/0"}), True),
+    messages.Configure("token", StorageConfig.detached(), False),
 ]
 EVENTS = [
-    messages.Hello(3, 1, 4711),
+    messages.Hello(3, 1, 4711, 1, messages.StorageTimes(0.05, 10.0, 5.0)),
     messages.ExistsResult(1, 2, True),
     messages.ExistsResult(1, 0, False, "deadline"),
     messages.FetchProgress(2, 1),
@@ -29,12 +33,21 @@ EVENTS = [
     messages.PersistReleased(3),
     messages.Drained(),
     messages.Stats({"objects_read": 3.0}),
+    messages.Switching(),
+]
+REPLIES = [
+    messages.Standing(0, 2, 4711, 1, "s3://bucket/x", True, {"bytes_read": 1.0}),
+    messages.Configured("no such bucket"),
 ]
 
 
 @pytest.mark.parametrize(
     ("reader", "sent"),
-    [(messages.command_reader, COMMANDS), (messages.event_reader, EVENTS)],
+    [
+        (messages.command_reader, COMMANDS),
+        (messages.event_reader, EVENTS),
+        (messages.reply_reader, REPLIES),
+    ],
 )
 @pytest.mark.parametrize("num_bytes", [1, 7, 1 << 20])
 def test_every_message_survives_a_stream_cut_anywhere(reader, sent, num_bytes):

@@ -3,12 +3,15 @@
 import pytest
 from planner_rig import NAMESPACE, Rig
 
-from vllm_hicache.persists import MAX_PAGES_PER_PERSIST, RETRY_S
+from vllm_hicache.persists import MAX_PAGES_PER_PERSIST, PERSIST_TIMEOUT_FACTOR, RETRY_S
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_messages import (
+    Exists,
     Persist,
     PersistDone,
     PersistReleased,
+    StorageTimes,
+    Switching,
     unpack_hashes,
     unpack_slots,
 )
@@ -193,3 +196,81 @@ def test_a_page_pinned_by_a_persist_gives_its_slot_back_after_a_reset():
     rig.end_persists()
     assert rig.planner.host.slots.num_used == 0
     assert rig.planner.take_persisted() == []
+
+
+# Another storage --------------------------------------------------------------------------------
+
+
+def _say_in_turn(rig: Rig, *events: object) -> None:
+    """What the one worker's processes say, one after the other."""
+    for event in events:
+        rig.say(event)
+
+
+def _stored(rig: Rig) -> None:
+    rig.fill_host(TOKENS[:8])
+    rig.say(PersistDone(1, 2, 0, 0, "complete"))
+    rig.say(PersistReleased(1))
+
+
+def _sent_again(rig: Rig) -> int:
+    """Pages that go to storage when the prompt is used once more."""
+    before = len(_sent(rig))
+    rig.compute(rig.request("again", TOKENS[:9]), 9)
+    return sum(len(unpack_hashes(persist.hashes)) for persist in _sent(rig)[before:])
+
+
+def test_pages_of_host_are_offered_to_another_storage():
+    rig = _rig()
+    _stored(rig)
+    _say_in_turn(rig, Switching(), ChannelDown(), ChannelUp(2, 2))
+    assert rig.planner.num_storage_changes == 1
+    assert rig.total("storage_restarts") == 0
+    assert _sent_again(rig) == 2
+
+
+def test_a_restart_with_the_same_storage_offers_nothing_again():
+    rig = _rig()
+    _stored(rig)
+    _say_in_turn(rig, ChannelDown(), ChannelUp(2, 1))
+    assert rig.planner.num_storage_changes == 0
+    assert rig.total("storage_restarts") == 1
+    assert _sent_again(rig) == 0
+
+
+def test_nothing_is_sent_while_storage_is_detached_and_pins_are_released():
+    rig = _rig()
+    rig.fill_host(TOKENS[:8])
+    assert rig.planner.host.num_pinned == 2
+    _say_in_turn(rig, Switching(), ChannelDown(), ChannelUp(2, 0))
+    assert rig.planner.host.num_pinned == 0
+    assert not rig.link.is_up
+    assert rig.link.is_reached
+    assert _sent_again(rig) == 0
+    _say_in_turn(rig, Switching(), ChannelDown(), ChannelUp(3, 2))
+    assert rig.link.is_up
+    assert rig.planner.num_storage_changes == 2
+
+
+def test_a_persist_that_outlives_its_storage_marks_nothing_as_stored():
+    rig = _rig(num_workers=2)
+    state = rig.fill_host(TOKENS[:8])
+    done = PersistDone(1, 2, 0, 0, "complete")
+    rig.say(done, done)
+    rig.say(PersistReleased(1), None)
+    _say_in_turn(rig, Switching(), ChannelDown(), ChannelUp(2, 2))
+    rig.say(None, PersistReleased(1))
+    assert rig.planner.host.num_pinned == 0
+    assert not rig.page_of(state, 0).is_persisted
+
+
+def test_deadlines_are_those_of_the_storage_that_is_attached():
+    rig = _rig()
+    _say_in_turn(rig, ChannelDown(), ChannelUp(2, 2, StorageTimes(0.5, 20.0, 5.0)))
+    rig.fill_host(TOKENS[:8])
+    (persist,) = _sent(rig)
+    assert persist.deadline_s == 20.0 * PERSIST_TIMEOUT_FACTOR
+    rig.request("other", list(range(900, 940)))
+    query = rig.channels.sent[0][-1]
+    assert isinstance(query, Exists)
+    assert query.deadline_s == 0.5
