@@ -91,12 +91,13 @@ def largest_difference(some: Sequence[Answer], others: Sequence[Answer]) -> floa
 
 
 class Engine:
-    """One engine with the connector. ``extra`` are options of ours, the others are vLLM's."""
+    """One engine with the connector. ``storage`` is a folder or a table of options, ``extra``
+    are further options of ours, the others are vLLM's."""
 
     def __init__(
         self,
         model: Path,
-        storage: Path | None = None,
+        storage: Path | Mapping[str, object] | None = None,
         *,
         extra: Mapping[str, object] | None = None,
         **options: Any,
@@ -106,7 +107,8 @@ class Engine:
 
         stored: dict[str, object] = {}
         if storage is not None:
-            stored = {"storage": {"url": f"file://{storage}", **PATIENCE}, **STORAGE_OPTIONS}
+            table = storage if isinstance(storage, Mapping) else {"url": f"file://{storage}"}
+            stored = {"storage": {**PATIENCE, **table}, **STORAGE_OPTIONS}
         settings: dict[str, Any] = {
             "enforce_eager": True,
             "dtype": "float32",
@@ -343,7 +345,9 @@ _running: list[Engine] = []
 
 
 @contextmanager
-def running(model: Path, storage: Path | None = None, **options: Any) -> Iterator[Engine]:
+def running(
+    model: Path, storage: Path | Mapping[str, object] | None = None, **options: Any
+) -> Iterator[Engine]:
     """An engine that is stopped, whatever happened."""
     assert not _running, "vLLM's worker state is one per process: one engine at a time"
     saved = {name: os.environ.get(name) for name in ENVIRONMENT}
