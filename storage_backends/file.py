@@ -177,6 +177,14 @@ class FileBackend:
         found = await self._askers.run([job], timeout_s=self._timeout_s, uses_buffers=False)
         return found[0]
 
+    async def room(self) -> dict[str, str | int | None]:
+        """As `TellsRoom.room`."""
+
+        def job(_batch: Batch[dict[str, str | int | None]]) -> dict[str, str | int | None]:
+            return self._space.room()
+
+        return (await self._askers.run([job], timeout_s=self._timeout_s, uses_buffers=False))[0]
+
     def stats(self) -> dict[str, float]:
         """As `StorageBackend.stats`, with the names in `COUNTERS` and three levels."""
         return {

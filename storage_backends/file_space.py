@@ -193,6 +193,16 @@ class FolderSpace:
             return False
         return shortage <= 0 or self.sweeper.evict(ledger, shortage) >= shortage
 
+    def room(self) -> dict[str, str | int | None]:
+        """How full the folder and its file system are."""
+        status = os.statvfs(self._root)
+        return {
+            "used_bytes": self.usage.last_total_bytes,
+            "capacity_bytes": self._capacity_bytes,
+            "free_bytes": status.f_bavail * status.f_frsize,
+            "kept_free_bytes": self._min_free_bytes,
+        }
+
     def _shortage(self, ledger: Ledger, charge: int) -> int:
         """Bytes that must be freed before `charge` more may be used; 0 or less: none."""
         status = os.statvfs(self._root)

@@ -242,6 +242,25 @@ class RedisBackend:
         """As `KeepsRecords.read_records`."""
         return await self._records.read_all()
 
+    async def room(self) -> dict[str, str | int | None]:
+        """As `TellsRoom.room`, of the first server of a cluster."""
+        async with self._calls.call("room"):
+            server = self._servers.holder(self._key("room"))
+
+            async def ask(wire: Wire) -> list[Any]:
+                return await wire.ask(command(b"INFO", b"memory"), 1)
+
+            (info,) = await self._calls.exchange(server, "room", ask)
+        fields = _memory_fields(info)
+        limit = fields.get("maxmemory", "")
+        used = fields.get("used_memory", "")
+        return {
+            "used_bytes": int(used) if used.isdigit() else None,
+            "maxmemory_bytes": int(limit) if limit.isdigit() and limit != "0" else None,
+            "maxmemory_policy": fields.get("maxmemory_policy"),
+            "ttl_s": self._ttl_s,
+        }
+
     def stats(self) -> dict[str, float]:
         """As `StorageBackend.stats`, with the names in `COUNTERS` and two of connections."""
         return {
@@ -422,13 +441,17 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\*?[]^-" else letter for letter in text)
 
 
+def _memory_fields(info: Any) -> dict[str, str]:
+    """What INFO says; nothing where the user may not ask."""
+    if not isinstance(info, bytes):
+        return {}
+    lines = info.decode("utf-8", "replace").split()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
 def _advise(info: Any, *, has_ttl: bool) -> None:
     """Warn about a server that nothing keeps from filling up."""
-    if not isinstance(info, bytes):
-        return  # the user may not ask
-    fields = dict(
-        line.split(":", 1) for line in info.decode("utf-8", "replace").split() if ":" in line
-    )
+    fields = _memory_fields(info)
     if fields.get("maxmemory") == "0" and not has_ttl:
         logger.warning(
             "Redis has neither maxmemory nor is storage.ttl_s given: it grows without bound"

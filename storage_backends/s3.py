@@ -159,6 +159,10 @@ class S3Backend:
         """As `KeepsRecords.read_records`."""
         return await self._records.read_all()
 
+    async def room(self) -> dict[str, str | int | None]:
+        """As `TellsRoom.room`: what a lifecycle rule of the bucket makes of objects here."""
+        return await self._records.room()
+
     def stats(self) -> dict[str, float]:
         """As `StorageBackend.stats`, with the names in `COUNTERS` and one level."""
         hung = sum(places.num_hung() for places in self._places())

@@ -17,6 +17,7 @@ from vllm_hicache.storage_backends.s3_client import (
     EXISTS_ALREADY,
     NOT_FOUND,
     NOT_IMPLEMENTED,
+    code,
     is_refusal,
     status,
 )
@@ -68,6 +69,25 @@ class S3Records:
         """Remove the record of a namespace, if there is one."""
         async with self._client.answering("clear"):
             await self._client.requests.delete_object(Bucket=self._bucket, Key=self._key(namespace))
+
+    async def room(self) -> dict[str, str | int | None]:
+        """After how many days a lifecycle rule removes objects below this prefix."""
+        async with self._client.answering("room"):
+            try:
+                answer = await self._client.requests.get_bucket_lifecycle_configuration(
+                    Bucket=self._bucket
+                )
+            except boto.ClientError as error:
+                is_asked = status(error) == NOT_FOUND
+                return {"expires_after_days": "never" if is_asked else f"unknown: {code(error)}"}
+        days = [
+            rule["Expiration"]["Days"]
+            for rule in answer.get("Rules", ())
+            if rule.get("Status") == "Enabled"
+            and "Days" in rule.get("Expiration", {})
+            and self._prefix.startswith(_prefix_of(rule))
+        ]
+        return {"expires_after_days": min(days, default="never")}
 
     def _key(self, namespace: str) -> str:
         return f"{self._prefix}{namespace}{_SUFFIX}"
@@ -125,3 +145,10 @@ class S3Records:
     async def _forget_oldest(self) -> None:
         for namespace in (await self._newest_first())[MAX_RECORDS:]:
             await self._client.requests.delete_object(Bucket=self._bucket, Key=self._key(namespace))
+
+
+def _prefix_of(rule: Mapping[str, Any]) -> str:
+    """What keys under a lifecycle rule begin with; rules by tag or size do not count."""
+    chosen = rule.get("Filter", rule)
+    narrow = set(chosen) & {"Tag", "And", "ObjectSizeGreaterThan", "ObjectSizeLessThan"}
+    return "\0" if narrow else str(chosen.get("Prefix", ""))
