@@ -59,10 +59,17 @@ class Operation(ABC):
             self.breaker.end(is_probe, False, f"{type(self).__name__} {self.op}: {error}")
         self.stop(reason)
 
-    def fail_calls(self, error: object, reason: str) -> None:
-        """What runs has taken too long: a failure of the storage, not of who asked."""
+    def call_stalled(self) -> None:
+        """A call has run for ``stall_s`` and goes on."""
+        self.num_stalled += 1
+
+    def fail_stalled_calls(self, error: object, reason: str) -> None:
+        """What has run for ``stall_s`` and longer is a failure of the storage; the rest may be
+        slow."""
         for call in list(self.calls):
-            call.fail(error, reason)
+            if call.is_stalled:
+                call.fail(error, reason)
+                call.cancel()
 
 
 class _Call:
@@ -180,8 +187,8 @@ class Lane:
 
     def stalled(self, call: _Call) -> None:
         """The call has run for ``stall_s``: its place goes to others."""
-        call.operation.num_stalled += 1
         self._num_stalled += 1
+        call.operation.call_stalled()
         self._changed()
 
     def remove(self, call: _Call) -> None:

@@ -33,6 +33,7 @@ from vllm_hicache.storage_messages import (
 # few pages, and a question of 512 pages of 8 shards takes about 10 ms from local files.
 FIRST_EXISTS_PAGES = 4
 MAX_EXISTS_PAGES = 512
+_NO_ANSWER = "no answer to a question"
 
 
 class VerifiedStorage(Protocol):
@@ -162,11 +163,17 @@ class ExistsOperation(_StorageOperation):
             self._settle(ExistsResult(self.op, self._num_leading, ok=True))
 
     def _pass_deadline(self) -> None:
-        # A storage that answers no question in time serves nobody, whether it is slow or dead:
-        # unless that counts, every request of an outage waits for its question.
-        if not self._num_leading:
-            self.fail_calls("no answer before the deadline", "deadline")
-        self.stop("deadline")
+        """Answer; a call goes on until it stalls, for it tells a slow storage from a dead one.
+        Unless a dead one counts as failed, every request of an outage waits for its question."""
+        if not self.is_settled:
+            self._settle(ExistsResult(self.op, self._num_leading, ok=False, reason="deadline"))
+        self.fail_stalled_calls(_NO_ANSWER, "deadline")
+        self.retire_if_quiet()
+
+    def call_stalled(self) -> None:
+        super().call_stalled()
+        if self.is_settled:
+            self.fail_stalled_calls(_NO_ANSWER, "deadline")
 
     def stop(self, reason: ExistsReason) -> None:
         if not self.is_settled:
@@ -234,7 +241,7 @@ class FetchOperation(_StorageOperation):
 
     def _pass_deadline(self) -> None:
         if self.num_stalled and not self._num_leading:
-            self.fail_calls("nothing arrived before the deadline", "deadline")
+            self.fail_stalled_calls("nothing arrived before the deadline", "deadline")
         self.stop("deadline")
 
     def stop(self, reason: FetchReason) -> None:

@@ -1,4 +1,4 @@
-"""What the breaker says in the log: what changed, and the reason; never a line for every failure."""
+"""What the breaker says in the log: what changed and why; never a line for every failure."""
 
 import logging
 

@@ -111,31 +111,54 @@ async def test_a_probe_that_is_cancelled_leaves_the_next_one_free(make_desk):
     assert (await desk.exists_answer(21, range(4))).ok
 
 
-@pytest.mark.parametrize("fault", [Fault(hangs=True), Fault(delay_s=0.1)])
-async def test_questions_without_an_answer_before_their_deadlines_open_the_breaker(
-    make_desk, fault
-):
-    desk = make_desk(breaker_backoff_s=60)
+@pytest.mark.parametrize("fault", [Fault(hangs=True), Fault(delay_s=0.2)])
+async def test_questions_that_nobody_answers_open_the_breaker(make_desk, fault):
+    desk = make_desk(breaker_backoff_s=60, stall_s=0.05)
     await desk.stored(4)
     desk.faults.faults = (fault,)
     for op in range(1, 6):
-        answer = await desk.exists_answer(op, range(4), deadline_s=0.03)
+        answer = await desk.exists_answer(op, range(4), deadline_s=0.01)
         assert answer == ExistsResult(op, 0, False, "deadline")
+    assert desk.table.gauges()["breaker_open"] == 0.0
+    await asyncio.sleep(0.1)
     assert await desk.exists_answer(10, range(4)) == ExistsResult(10, 0, False, "unavailable")
     assert desk.table.gauges()["breaker_open"] == 1.0
 
 
-async def test_a_probe_without_an_answer_before_its_deadline_waits_twice_as_long(make_desk):
-    desk = make_desk(breaker_backoff_s=0.05)
-    await _open_read_breaker(desk)
-    await asyncio.sleep(0.06)
+async def test_questions_whose_deadlines_are_longer_open_the_breaker_at_them(make_desk):
+    desk = make_desk(breaker_backoff_s=60, stall_s=0.01)
+    await desk.stored(4)
+    desk.faults.faults = (Fault(hangs=True),)
+    for op in range(1, 6):
+        answer = await desk.exists_answer(op, range(4), deadline_s=0.05)
+        assert answer == ExistsResult(op, 0, False, "deadline")
+    assert (await desk.exists_answer(10, range(4))).reason == "unavailable"
+
+
+async def test_questions_that_are_answered_late_do_not_open_the_breaker(make_desk):
+    desk = make_desk(breaker_backoff_s=60, stall_s=5)
+    await desk.stored(4)
     desk.faults.faults = (Fault(operation="contains", delay_s=0.05),)
+    for op in range(1, 11):
+        answer = await desk.exists_answer(op, range(4), deadline_s=0.01)
+        assert answer == ExistsResult(op, 0, False, "deadline")
+    await asyncio.sleep(0.1)
+    assert (await desk.exists_answer(20, range(4))).ok
+
+
+async def test_a_probe_without_an_answer_waits_twice_as_long(make_desk):
+    desk = make_desk(breaker_backoff_s=0.1, stall_s=0.02)
+    await _open_read_breaker(desk)
+    await asyncio.sleep(0.11)
+    desk.faults.faults = (Fault(operation="contains", hangs=True),)
     assert (await desk.exists_answer(20, range(4), deadline_s=0.01)).reason == "deadline"
+    assert (await desk.exists_answer(21, range(4))).reason == "unavailable"  # while it runs
+    await asyncio.sleep(0.03)
     desk.faults.faults = ()
-    await asyncio.sleep(0.06)
-    assert (await desk.exists_answer(21, range(4))).reason == "unavailable"
-    await asyncio.sleep(0.05)
-    assert (await desk.exists_answer(22, range(4))).ok
+    await asyncio.sleep(0.11)
+    assert (await desk.exists_answer(22, range(4))).reason == "unavailable"
+    await asyncio.sleep(0.1)
+    assert (await desk.exists_answer(23, range(4))).ok
 
 
 async def test_questions_that_wait_for_a_place_do_not_open_the_breaker(make_desk):
@@ -147,6 +170,7 @@ async def test_questions_that_wait_for_a_place_do_not_open_the_breaker(make_desk
         desk.exists(op, range(4), deadline_s=0.02)
     await desk.wait_for(ExistsResult(7, 0, False, "deadline"))
     await desk.wait_for(ExistsResult(1, 4, True))
+    desk.faults.faults = ()
     assert (await desk.exists_answer(10, range(4))).ok
 
 
