@@ -48,7 +48,8 @@ class StorageProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     hang_limit_s: float = 60.0
     breaker_failures: int = 5
     breaker_backoff_s: float = 1.0
-    breaker_max_backoff_s: float = 30.0
+    # Longer would keep a storage that has returned away from its users: hits are back in 30 s.
+    breaker_max_backoff_s: float = 10.0
     # After so many pages without one hit the records of other namespaces are looked at, once.
     near_miss_pages: int = 16
 
