@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from vllm_hicache.errors import ConfigError
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from vllm_hicache.storage import StorageBackend
 
 
+ENTRY_POINTS = "vllm_hicache.storage_backends"
+"""Packages name their backend classes in this group; the entry's name is the scheme."""
+
+
 def open_backend(url: str, config: StorageConfig) -> StorageBackend:
     """The backend that a URL names, constructed but not connected: call its `open`.
 
@@ -25,10 +30,13 @@ def open_backend(url: str, config: StorageConfig) -> StorageBackend:
             shows no user name, password or query of the URL.
     """
     scheme = urlsplit(url).scheme
-    if scheme not in _CONSTRUCTORS:
-        known = ", ".join(f"{name}://" for name in sorted(_CONSTRUCTORS))
+    if scheme in _CONSTRUCTORS:
+        return _CONSTRUCTORS[scheme](url, config)
+    offered = entry_points(group=ENTRY_POINTS)
+    if scheme not in offered.names:
+        known = ", ".join(f"{name}://" for name in sorted({*_CONSTRUCTORS, *offered.names}))
         raise ConfigError(f"storage scheme {scheme!r} is unknown; known are {known}")
-    return _CONSTRUCTORS[scheme](url, config)
+    return _from_class(offered[scheme].load, f"the package that offers {scheme}://", url, config)
 
 
 def folder_of(url: str) -> Path:
@@ -86,13 +94,22 @@ def _plugin(url: str, config: StorageConfig) -> StorageBackend:
     """``plugin://PACKAGE.MODULE/CLASS?...``: what ``CLASS.from_url(url, config)`` returns."""
     parts = urlsplit(url)
     module, name = parts.netloc, parts.path.strip("/")
+    form = f"a plugin storage URL must be plugin://PACKAGE.MODULE/CLASS, and {name!r}"
+    return _from_class(
+        lambda: getattr(importlib.import_module(module), name),
+        f"{form} of {module!r}",
+        url,
+        config,
+    )
+
+
+def _from_class(
+    load: Callable[[], Any], what: str, url: str, config: StorageConfig
+) -> StorageBackend:
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = load()
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"a plugin storage URL must be plugin://PACKAGE.MODULE/CLASS, and {name!r} cannot be "
-            f"imported from {module!r}: {error}"
-        ) from error
+        raise ConfigError(f"{what} cannot be imported: {error}") from error
     backend: StorageBackend = found.from_url(url, config)
     return backend
 

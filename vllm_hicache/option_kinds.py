@@ -238,6 +238,10 @@ def control_address() -> Kind:
     return Kind("address", '"unix:/PATH" or "tcp:127.0.0.1:PORT"', parse)
 
 
+_PLUGIN = re.compile(r"\A(?:plugin://)?([A-Za-z_][\w.]*):([A-Z]\w*)(\?.*)?\Z", re.ASCII)
+"""`MODULE:CLASS?...` and `plugin://MODULE:CLASS?...` are short for `plugin://MODULE/CLASS?...`."""
+
+
 def storage_url() -> Kind:
     """A URL; which schemes exist is for the backends to say."""
     allowed = 'a URL such as "file:///var/cache/hicache"'
@@ -247,6 +251,7 @@ def storage_url() -> Kind:
 def _parse_url(value: object) -> str:
     if not isinstance(value, str):
         raise ConfigError("")
+    value = _PLUGIN.sub(r"plugin://\1/\2\3", value)
     if "://" not in value:
         raise ConfigError(f'did you mean "file://{value}"?' if value.startswith("/") else "")
     if not value.isprintable() or " " in value:

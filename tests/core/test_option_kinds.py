@@ -188,6 +188,25 @@ def test_good_url_is_kept_as_given(url):
     assert HiCacheConfig.parse({"storage": url}, None).storage.url == url
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("package.module:Backend", "plugin://package.module/Backend"),
+        ("my_module:Backend?file=/a:b", "plugin://my_module/Backend?file=/a:b"),
+        ("plugin://my_module:Backend?a=1&b=2", "plugin://my_module/Backend?a=1&b=2"),
+        ("plugin://my_module/Backend", "plugin://my_module/Backend"),
+    ],
+)
+def test_a_module_and_its_class_are_a_url(given, kept):
+    assert HiCacheConfig.parse({"storage": given}, None).storage.url == kept
+    assert HiCacheConfig.parse({}, {"HICACHE_STORAGE": given}).storage.url == kept
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "a b:Backend", "/a:Backend", "module:function"])
+def test_what_is_no_module_and_class_is_refused(url):
+    assert "must be a URL" in _refusal("storage.url", url)
+
+
 def test_integrity_key_takes_16_to_64_bytes():
     for key in ("k" * 16, "k" * 64, "\u00e9" * 8):
         assert _value("storage.integrity_key", key) == key

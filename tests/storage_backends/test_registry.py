@@ -8,18 +8,18 @@ from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.storage import WriteOutcome
 from vllm_hicache.storage_backends.conformance import object_write
-from vllm_hicache.storage_backends.registry import folder_of, open_backend
+from vllm_hicache.storage_backends.registry import ENTRY_POINTS, folder_of, open_backend
 
 
-def storage_config(url: str):
-    config = HiCacheConfig.parse({"storage": {"url": url, "min_free": 0}}, {})
+def storage_config(url: str, **options: object):
+    config = HiCacheConfig.parse({"storage": {"url": url, **options}}, {})
     assert config.storage is not None
     return config.storage
 
 
 async def test_file_url_opens_the_folder_it_names(tmp_path):
     url = f"file://{tmp_path}/a%20folder"
-    backend = open_backend(url, storage_config(url))
+    backend = open_backend(url, storage_config(url, min_free=0))
     assert backend.name == "file"
     await backend.open()
     assert await backend.write([object_write(1, 10)]) == [WriteOutcome.STORED]
@@ -44,3 +44,55 @@ def test_file_url_that_names_no_local_folder_is_refused(url):
 
 def test_localhost_is_this_machine():
     assert folder_of("file://localhost/var/cache") == Path("/var/cache")
+
+
+@pytest.fixture
+def offered_package(tmp_path, monkeypatch):
+    """An installed package that offers a backend under a scheme, and one that is not whole."""
+    (tmp_path / "shelf_storage.py").write_text(
+        "class Shelf:\n"
+        "    def __init__(self, url):\n"
+        "        self.name = url\n"
+        "    @classmethod\n"
+        "    def from_url(cls, url, config):\n"
+        "        return cls(url)\n"
+    )
+    information = tmp_path / "shelf_storage-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: shelf-storage\nVersion: 1.0\n"
+    )
+    (information / "entry_points.txt").write_text(
+        f"[{ENTRY_POINTS}]\nshelf = shelf_storage:Shelf\nbroken = shelf_storage:Missing\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("offered_package")
+def test_an_installed_package_offers_a_scheme():
+    url = "shelf://north/3?room=a"
+    assert open_backend(url, storage_config(url)).name == url
+
+
+@pytest.mark.usefixtures("offered_package")
+def test_a_package_that_lacks_what_it_offers_is_refused():
+    url = "broken://north"
+    with pytest.raises(ConfigError, match=r"offers broken:// cannot be imported: .*Missing"):
+        open_backend(url, storage_config(url))
+
+
+@pytest.mark.usefixtures("offered_package")
+def test_offered_schemes_are_among_the_known_ones():
+    url = "ftp://host"
+    with pytest.raises(ConfigError, match=r"s3://, shelf://, unix://"):
+        open_backend(url, storage_config(url))
+
+
+def test_a_class_is_named_by_its_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "north_wing.py").write_text("from vllm_hicache.testing import MemoryBackend\n")
+    config = storage_config("north_wing:MemoryBackend")
+    assert open_backend(config.url, config).name == "memory"
+    config = storage_config("north_wing:Missing")
+    with pytest.raises(ConfigError, match="'Missing' of 'north_wing' cannot be imported: module"):
+        open_backend(config.url, config)
