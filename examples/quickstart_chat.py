@@ -25,18 +25,26 @@ QUESTIONS = ("Which shelf holds the most boxes?", "And which one holds the fewes
 class Chat:
     """One model behind one server; notes of every turn are kept in a JSON file between calls."""
 
-    def __init__(self, url: str, notes: Path) -> None:
+    def __init__(self, url: str, notes: Path, *, warm_up: bool = True) -> None:
         self._url = url
         self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
         self._model = self._client.models.list().data[0].id
         self._notes = notes
         self.turns: list[dict] = json.loads(notes.read_text()) if notes.exists() else []
-        self._answer([{"role": "user", "content": "warm up"}])
+        if warm_up:
+            self._answer([{"role": "user", "content": "warm up"}])
 
     def say(self, name: str, messages: list[dict], expected: dict) -> dict:
         """Send one turn and note it: tokens by tier, time to first token, answer, expectation."""
+        turn = self.measure(messages)
+        turn |= {"name": name, "messages": messages, "expected": expected}
+        self.note(turn)
+        return turn
+
+    def measure(self, messages: list[dict], **options: str) -> dict:
+        """The answer, the time to its first token, and tokens by tier; ``options`` are vLLM's."""
         before = self._cached_tokens()
-        turn = self._answer(messages)
+        turn = self._answer(messages, **options)
         cached = turn.pop("cached")
         deadline = time.monotonic() + 5
         while True:
@@ -45,13 +53,14 @@ class Chat:
             if sum(tiers.values()) >= cached or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        turn |= {"name": name, "messages": messages, "cached": cached, "tiers": tiers}
-        turn |= {"expected": expected}
+        return turn | {"cached": cached, "tiers": tiers}
+
+    def note(self, turn: dict) -> None:
+        """Keep a turn for the next call of this program."""
         self.turns.append(turn)
         self._notes.write_text(json.dumps(self.turns))
-        return turn
 
-    def _answer(self, messages: list[dict]) -> dict:
+    def _answer(self, messages: list[dict], **options: str) -> dict:
         tokens, text, first = [], "", None
         started = time.perf_counter()
         stream = self._client.chat.completions.create(
@@ -62,6 +71,7 @@ class Chat:
             logprobs=True,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body=options,
         )
         for chunk in stream:
             usage = chunk.usage
@@ -117,12 +127,11 @@ def repeat_turn(chat: Chat, tier: str) -> None:
     chat.say(f"turn 2 again, {why}", turn["messages"], expected)
 
 
-def is_same(turn: dict, other: dict) -> bool:
+def is_same(turn: dict, other: dict, within: float = MAX_LOGPROB_DIFFERENCE) -> bool:
     """The same tokens, each as likely as before."""
     pairs = list(zip(turn["tokens"], other["tokens"], strict=False))
     return len(turn["tokens"]) == len(other["tokens"]) and all(
-        mine[:2] == theirs[:2] and abs(mine[2] - theirs[2]) <= MAX_LOGPROB_DIFFERENCE
-        for mine, theirs in pairs
+        mine[:2] == theirs[:2] and abs(mine[2] - theirs[2]) <= within for mine, theirs in pairs
     )
 
 
