@@ -1,0 +1,229 @@
+"""LMCache 0.5.6's own storage, in its own environment, on our stores: nothing here is imitated."""
+
+import json
+import os
+import select
+import subprocess
+from pathlib import Path
+
+import pytest
+import redis_under_test
+import s3_servers
+
+pytestmark = [pytest.mark.services, pytest.mark.full, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).resolve().parents[2]
+SESSION = Path(__file__).with_name("support") / "lmcache_server_session.py"
+CHUNK_BYTES = 2 * 4 * 256 * 256 * 2
+ANSWER_S = 300.0
+
+
+class Lmcache:
+    """A process of LMCache: opened on one store after another, asked one thing at a time."""
+
+    def __init__(self, python: str, script: Path, log: Path) -> None:
+        self._log = log
+        environment = {**os.environ, **s3_servers.ENVIRONMENT, "LMCACHE_TRACK_USAGE": "false"}
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [python, "-P", script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+            )
+
+    def ask(self, verb: str, *chunks: int, **more: object) -> dict:
+        request = {"do": verb, **({"chunks": chunks} if chunks else {}), **more}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+        line = self._process.stdout.readline() if ready else ""
+        assert line, f"no answer to {request}\n{self._log.read_text()[-3000:]}"
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        try:
+            assert self._process.wait(60) == 0, self._log.read_text()[-3000:]
+        finally:
+            self._process.kill()
+            self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def python():
+    script = ROOT / "tests" / "lmcache_env.sh"
+    done = subprocess.run(["bash", script], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def processes(python, tmp_path_factory):
+    """Two processes of LMCache, a writer and a reader."""
+    log = tmp_path_factory.mktemp("lmcache") / "log"
+    pair = [Lmcache(python, SESSION, log) for _ in range(2)]
+    yield pair
+    for process in pair:
+        process.end()
+
+
+@pytest.fixture
+def opened(processes):
+    """Opens the writer and the reader on a store, each with its options."""
+
+    def open_both(url, writer=None, reader=None, **parameters):
+        for process, own in zip(processes, (writer or {}, reader or {}), strict=True):
+            answer = process.ask("open", adapter=adapter(url, **parameters), **own)
+            assert answer == {}
+        return processes
+
+    yield open_both
+    for process in processes:
+        process.ask("close")
+
+
+def adapter(url, **parameters):
+    return json.dumps(
+        {
+            "type": "plugin",
+            "module_path": "vllm_hicache.connectors.lmcache_l2",
+            "class_name": "HiCacheL2Adapter",
+            "adapter_params": {"url": url, "exists_timeout_s": 5, **parameters},
+        }
+    )
+
+
+def file_store(folder):
+    return f"file://{folder}/store"
+
+
+def stored_files(folder):
+    return sorted(path for path in folder.glob("store/*/*") if not path.name.startswith("."))
+
+
+def _assert_carries(writer, reader, chunks=(1, 2, 3)):
+    assert writer.ask("store", *chunks) == {"stored": len(chunks), "existing": 0, "failed": 0}
+    answer = reader.ask("load", *chunks, 99)
+    assert answer["hits"] == list(chunks)
+    assert answer["from_store"] == len(chunks)
+    assert answer["equal"]
+    status = reader.ask("status")
+    assert status["chunks_loaded"] == len(chunks)
+    assert status["bytes_read"] == len(chunks) * (CHUNK_BYTES + 4096)
+
+
+def test_another_process_of_lmcache_reads_the_same_bytes_from_files(opened, tmp_path):
+    writer, reader = opened(file_store(tmp_path))
+    _assert_carries(writer, reader)
+    assert len(stored_files(tmp_path)) == 3
+    assert all("_lmc1-" in path.name for path in stored_files(tmp_path))
+
+
+def test_another_process_of_lmcache_reads_the_same_bytes_from_redis(opened, tmp_path):
+    with redis_under_test.running(tmp_path) as server:
+        writer, reader = opened(server.url)
+        _assert_carries(writer, reader)
+        assert server.run("DBSIZE") == 3
+
+
+def test_another_process_of_lmcache_reads_the_same_bytes_from_s3(
+    opened, tmp_path, seaweedfs_server
+):
+    writer, reader = opened(seaweedfs_server.url(tmp_path))
+    _assert_carries(writer, reader)
+
+
+def test_what_is_stored_is_not_stored_again(opened, tmp_path):
+    writer, reader = opened(file_store(tmp_path))
+    assert writer.ask("store", 1, 2)["stored"] == 2
+    assert reader.ask("store", 1, 2, 3) == {"stored": 1, "existing": 2, "failed": 0}
+
+
+def test_a_corrupt_chunk_is_a_miss_and_is_removed(opened, tmp_path):
+    writer, reader = opened(file_store(tmp_path))
+    writer.ask("store", 1)
+    (path,) = stored_files(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[100_000] ^= 1
+    path.write_bytes(content)
+    assert reader.ask("load", 1)["hits"] == []
+    assert stored_files(tmp_path) == []
+    assert reader.ask("status")["chunks_corrupt"] == 1
+    assert reader.ask("store", 1)["stored"] == 1
+    reader.ask("clear")
+    assert reader.ask("load", 1)["equal"]
+
+
+def test_a_chunk_in_the_place_of_another_is_a_miss(opened, tmp_path):
+    writer, reader = opened(file_store(tmp_path))
+    writer.ask("store", 1)
+    (one,) = stored_files(tmp_path)
+    writer.ask("store", 2)
+    (two,) = set(stored_files(tmp_path)) - {one}
+    two.write_bytes(one.read_bytes())
+    assert reader.ask("load", 2)["hits"] == []
+
+
+def test_chunks_of_another_type_shape_model_or_cache_are_not_taken(opened, tmp_path):
+    different = ({"dtype": "float16"}, {"tokens": 128}, {"model": "org/other"})
+    for reader_options in different:
+        writer, reader = opened(file_store(tmp_path), reader=reader_options)
+        writer.ask("store", 1)
+        assert reader.ask("load", 1)["hits"] == []
+        assert reader.ask("status")["chunks_corrupt"] == 0
+        for process in (writer, reader):
+            process.ask("close")
+    writer, reader = opened(file_store(tmp_path), cache_id="other weights")
+    assert reader.ask("load", 1)["hits"] == []
+
+
+def test_a_killed_server_is_a_miss_and_comes_back(opened, tmp_path):
+    with redis_under_test.running(tmp_path) as server:
+        writer, reader = opened(server.url, operation_timeout_s=2, exists_timeout_s=2)
+        writer.ask("store", 1)
+        server.kill()
+        gone = reader.ask("load", 1)
+        assert gone["hits"] == []
+        assert gone["seconds"] < 10
+        assert writer.ask("store", 2) == {"stored": 0, "existing": 0, "failed": 1}
+        server.start()
+        assert writer.ask("store", 3)["stored"] == 1
+        assert reader.ask("load", 3)["equal"]
+
+
+def test_a_frozen_server_is_a_miss_within_the_deadline(opened, tmp_path):
+    with redis_under_test.running(tmp_path) as server:
+        writer, reader = opened(server.url, operation_timeout_s=2, exists_timeout_s=1)
+        writer.ask("store", 1)
+        with server.frozen():
+            frozen = reader.ask("load", 1)
+        assert frozen["hits"] == []
+        assert frozen["seconds"] < 1 + 5  # the deadline, and a machine under load
+
+
+def test_a_server_that_is_away_at_the_start_is_used_once_it_is_there(opened, tmp_path):
+    server = redis_under_test.RedisProcess(tmp_path)
+    writer, reader = opened(server.url, connect_timeout_s=1)
+    try:
+        assert reader.ask("load", 1)["hits"] == []
+        assert not reader.ask("status")["is_healthy"]
+        server.start()
+        for process in (writer, reader):
+            process.ask("wait_until_healthy")
+        _assert_carries(writer, reader)
+    finally:
+        server.kill()
+
+
+def test_a_deleted_chunk_is_gone(opened, tmp_path):
+    writer, reader = opened(file_store(tmp_path))
+    writer.ask("store", 1, 2)
+    reader.ask("load", 1)
+    reader.ask("delete", 1)
+    assert len(stored_files(tmp_path)) == 1
+
+
+def test_a_wrong_option_stops_the_start_and_says_what_is_allowed(processes, tmp_path):
+    answer = processes[0].ask("open", adapter=adapter(file_store(tmp_path), capasity="1GiB"))
+    assert "capasity" in answer["refused"]
