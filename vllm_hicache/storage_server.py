@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from vllm_hicache.errors import BackendError, ConfigError
 from vllm_hicache.masking import mask_url
 from vllm_hicache.storage_address import tune_connection
+from vllm_hicache.storage_breaker import TELL_EVERY_S
 from vllm_hicache.storage_lifeline import Lifeline, leave, report
 from vllm_hicache.storage_messages import (
     RECEIVE_BYTES,
@@ -181,13 +182,18 @@ class StorageServer:
             self._report_validity()
             self._opened.set()  # nothing to wait for; every operation is unavailable
             return
-        backoff_s = self._config.breaker_backoff_s
+        backoff_s, told_at = self._config.breaker_backoff_s, 0.0
         while not self._table.is_open:
             try:
                 await self._storage.open()
             except BackendError as error:
                 self._report_validity()
-                logger.warning("Storage cannot be opened, next try in %.1f s: %s", backoff_s, error)
+                is_growing = backoff_s < self._config.breaker_max_backoff_s
+                if is_growing or time.monotonic() - told_at >= TELL_EVERY_S:
+                    told_at = time.monotonic()
+                    logger.warning(
+                        "Storage cannot be opened, next try in %.1f s: %s", backoff_s, error
+                    )
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, self._config.breaker_max_backoff_s)
             else:

@@ -175,6 +175,15 @@ def test_an_unavailable_storage_is_opened_later(new_engine):
     engine.close()
 
 
+def test_a_storage_that_stays_away_is_told_once_a_minute(new_engine, capfd):
+    engine = new_engine(breaker_backoff_s=0.02, breaker_max_backoff_s=0.04, connect_timeout_s=0.05)
+    engine.faults.write(Fault(operation="open", fails=True))
+    engine.start()
+    time.sleep(0.5)  # a dozen of tries
+    engine.close()
+    assert 1 <= capfd.readouterr().err.count("Storage cannot be opened") <= 2
+
+
 def test_drain_is_answered_after_the_persists(engine):
     engine.faults.write(Fault(operation="write", delay_s=0.1))
     engine.persist(1, range(8))
