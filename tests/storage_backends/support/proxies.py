@@ -5,6 +5,7 @@ import datetime
 import ipaddress
 import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography import x509
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 _CHUNK_BYTES = 1 << 20
+Watcher = Callable[[bytes], None]
 
 
 class Proxy:
@@ -23,6 +25,8 @@ class Proxy:
     ) -> None:
         self.port = 0
         self.delay_s = delay_s
+        self.on_request: Watcher | None = None
+        """Called, in the proxy's thread, with what a client sent and before the server sees it."""
         self._target_port = target_port
         self._tls = tls
         self._loop = asyncio.new_event_loop()
@@ -66,13 +70,23 @@ class Proxy:
             writer.transport.abort()
             return
         self._writers.add(there[1])
-        await asyncio.gather(self._pump(reader, there[1]), self._pump(there[0], writer))
+        await asyncio.gather(
+            self._pump(reader, there[1], is_request=True), self._pump(there[0], writer)
+        )
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        is_request: bool = False,
+    ) -> None:
         late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         sending = asyncio.create_task(self._send_late(late, writer))
         try:
             while data := await reader.read(_CHUNK_BYTES):
+                if is_request and self.on_request is not None:
+                    self.on_request(data)
                 late.put_nowait((self._loop.time() + self.delay_s, data))
         except OSError:
             pass

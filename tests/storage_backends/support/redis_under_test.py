@@ -88,6 +88,11 @@ class RedisProcess:
             self._process.wait()
             self._process = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not killed since."""
+        return self._process is not None
+
     @contextlib.contextmanager
     def frozen(self):
         """Stop it in its tracks; its sockets stay open."""

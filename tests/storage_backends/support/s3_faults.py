@@ -75,7 +75,12 @@ class FaultyS3:
             await request.content.read()
             body = f"<Error><Code>{fault.code}</Code><Message>as told</Message></Error>"
             return web.Response(status=fault.status, text=body, content_type="application/xml")
-        return await self._forward(request, fault)
+        try:
+            return await self._forward(request, fault)
+        except aiohttp.ClientConnectionError:  # the server is gone, and so is this connection
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=502)
 
     def _fault(self, request: web.BaseRequest) -> Fault:
         for rule in self.rules:
