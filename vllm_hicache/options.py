@@ -425,11 +425,11 @@ def unmet_need(option: Option, values: Mapping[str, object]) -> str | None:
     for need in option.needs:
         name, _, wanted = need.partition("=")
         value = values[name]
-        if value is None and name == "storage.url" and values["control_address"] is not None:
-            # Storage may be attached later; options of the storage itself come with it.
-            if not option.name.startswith(f"{STORAGE}."):
-                continue
         if value is None:
+            # Storage may be attached later; options of the storage itself come with it.
+            is_of_storage = option.name.startswith(f"{STORAGE}.")
+            if need == "storage.url" and not is_of_storage and values["control_address"]:
+                continue
             return f"{name} to be set"
         if name == "storage.url":
             value = urlsplit(str(value)).scheme
