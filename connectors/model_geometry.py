@@ -135,8 +135,8 @@ def _layout(
 def _vllm_config(model: str, transfer_config: str, engine_arguments: Sequence[str]) -> "VllmConfig":
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="hicache doctor"))
     given = ["--model", model, "--kv-transfer-config", transfer_config, *engine_arguments]
-    arguments = EngineArgs.from_cli_args(parser.parse_args(given))
+    arguments = parser.parse_args(given)
     try:
-        return arguments.create_engine_config()
+        return EngineArgs.from_cli_args(arguments).create_engine_config()
     except (ValueError, OSError, RuntimeError) as error:  # vLLM's refusals are all of these
         raise ConfigError(f"vLLM refuses this model or its arguments: {error}") from error
