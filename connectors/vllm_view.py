@@ -25,11 +25,12 @@ from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement,
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid, choose_grid, even_stage_starts, readers
 from vllm_hicache.hashing import HASH_VERSION
+from vllm_hicache.host_memory import HostMemory
 from vllm_hicache.keys import FORMAT_VERSION, Namespace
 from vllm_hicache.layout import LayerSpan, PageLayout
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 
 CONNECTOR_NAME = "HiCacheConnector"
 
@@ -73,6 +74,22 @@ def parse_config(vllm_config: "VllmConfig") -> HiCacheConfig:
     check_transfer_config(transfer)
     check_parallelism(vllm_config)
     return HiCacheConfig.parse(transfer.kv_connector_extra_config)
+
+
+def workers_on_host(parallel: "ParallelConfig", host_memory: HostMemory) -> int:
+    """Workers of all engines of this deployment on this host, as far as vLLM tells.
+
+    A replica of a dense model is configured as an engine of its own, so that it cannot take a
+    share of the host: ConfigError asks for a size then. Only those behind the first one know that
+    they are replicas; one that refuses ends the start of all.
+    """
+    is_dense_replica = parallel.data_parallel_size == 1 and parallel.data_parallel_index > 0
+    if is_dense_replica and host_memory.kind in ("auto", "fraction"):
+        raise ConfigError(
+            f'host_memory must be a size ("8GiB") or a ratio ("2x") with data parallelism of a '
+            f"dense model, got {host_memory}: vLLM does not tell a replica how many share the host"
+        )
+    return parallel.local_world_size * parallel.data_parallel_size_local
 
 
 def check_parallelism(vllm_config: "VllmConfig") -> None:

@@ -134,7 +134,7 @@ class WorkerSide:
         num_bytes = resolve_host_bytes(
             self._config.host_memory,
             device_pool_bytes=device_pool_bytes,
-            workers_on_host=parallel.local_world_size * parallel.data_parallel_size_local,
+            workers_on_host=vllm_view.workers_on_host(parallel, self._config.host_memory),
             available=limit.available_bytes,
             limited_by=limit.source,
         )
