@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from typing import TYPE_CHECKING
 
 from vllm_hicache.storage import MAX_RECORD_BYTES, MAX_RECORDS, WriteOutcome
@@ -42,9 +43,11 @@ def _entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
         is_record = name.endswith(_SUFFIX) and _IS_NAMESPACE(name.removesuffix(_SUFFIX))
         if is_record or name == _NEW:
             try:
-                yield name, os.stat(f"{folder}/{name}", follow_symlinks=False)
+                found = os.lstat(f"{folder}/{name}")
             except FileNotFoundError:
                 continue
+            if stat.S_ISREG(found.st_mode):
+                yield name, found
 
 
 class RecordFolder:
@@ -129,6 +132,10 @@ def _content(path: str) -> bytes | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        record = file.read(MAX_RECORD_BYTES + 1)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        record = os.read(fd, MAX_RECORD_BYTES + 1)
+    finally:
+        os.close(fd)
     return record if len(record) <= MAX_RECORD_BYTES else None
