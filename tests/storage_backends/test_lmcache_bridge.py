@@ -1,68 +1,22 @@
 """LMCache 0.5.6's own storage, in its own environment, on our stores: nothing here is imitated."""
 
 import json
-import os
-import select
-import subprocess
-from pathlib import Path
 
+import lmcache_process
 import pytest
 import redis_under_test
-import s3_servers
 
 pytestmark = [pytest.mark.services, pytest.mark.full, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).resolve().parents[2]
-SESSION = Path(__file__).with_name("support") / "lmcache_server_session.py"
 CHUNK_BYTES = 2 * 4 * 256 * 256 * 2
-ANSWER_S = 300.0
-
-
-class Lmcache:
-    """A process of LMCache: opened on one store after another, asked one thing at a time."""
-
-    def __init__(self, python: str, script: Path, log: Path) -> None:
-        self._log = log
-        environment = {**os.environ, **s3_servers.ENVIRONMENT, "LMCACHE_TRACK_USAGE": "false"}
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [python, "-P", script],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                text=True,
-            )
-
-    def ask(self, verb: str, *chunks: int, **more: object) -> dict:
-        request = {"do": verb, **({"chunks": chunks} if chunks else {}), **more}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
-        line = self._process.stdout.readline() if ready else ""
-        assert line, f"no answer to {request}\n{self._log.read_text()[-3000:]}"
-        return json.loads(line)
-
-    def end(self) -> None:
-        self._process.stdin.close()
-        try:
-            assert self._process.wait(60) == 0, self._log.read_text()[-3000:]
-        finally:
-            self._process.kill()
-            self._process.stdout.close()
 
 
 @pytest.fixture(scope="module")
-def python():
-    script = ROOT / "tests" / "lmcache_env.sh"
-    done = subprocess.run(["bash", script], stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def processes(python, tmp_path_factory):
+def processes(tmp_path_factory):
     """Two processes of LMCache, a writer and a reader."""
     log = tmp_path_factory.mktemp("lmcache") / "log"
-    pair = [Lmcache(python, SESSION, log) for _ in range(2)]
+    python = lmcache_process.interpreter()
+    pair = [lmcache_process.Lmcache(python, "lmcache_server_session.py", log) for _ in range(2)]
     yield pair
     for process in pair:
         process.end()
