@@ -111,8 +111,8 @@ class LiveServer:
 
     # Life ----------------------------------------------------------------------------------------
 
-    def wait_until_healthy(self) -> "LiveServer":
-        deadline = time.monotonic() + START_TIMEOUT_S
+    def wait_until_healthy(self, timeout_s: float = START_TIMEOUT_S) -> "LiveServer":
+        deadline = time.monotonic() + timeout_s
         while not self._is_healthy():
             assert self.process.poll() is None, f"the server ended:\n{self.log()[-6000:]}"
             assert time.monotonic() < deadline, f"the server does not start:\n{self.log()[-6000:]}"
@@ -179,11 +179,19 @@ class LiveServer:
 
     # Questions -----------------------------------------------------------------------------------
 
-    def post(self, path: str, body: object = None, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    def post(
+        self,
+        path: str,
+        body: object = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        replica: int | None = None,
+    ) -> Any:
+        """``replica`` names the data-parallel rank that shall answer; None leaves it to vLLM."""
         data = json.dumps(body).encode() if body is not None else b""
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"}, method="POST"
-        )
+        headers = {"Content-Type": "application/json"}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica)
+        request = urllib.request.Request(self.url + path, data, headers, method="POST")
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.loads(response.read() or b"null")
 
@@ -196,6 +204,7 @@ class LiveServer:
         prompt: Sequence[int],
         max_tokens: int = 4,
         patience_s: float = ANSWER_TIMEOUT_S,
+        replica: int | None = None,
         **options: object,
     ) -> Answer:
         """A greedy completion of token ids; hangs up after ``patience_s``."""
@@ -212,6 +221,7 @@ class LiveServer:
                 **options,
             },
             patience_s,
+            replica,
         )
         choice, usage = answer["choices"][0], answer["usage"]
         details = usage.get("prompt_tokens_details") or {}
@@ -238,13 +248,16 @@ class LiveServer:
     def reset(self, query: str = "") -> bool:
         return bool(self.post(f"/reset_prefix_cache{query}")["success"])
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics, named as ``name{label=value}``; label ``engine`` left out."""
+    def metrics(self, replica: int | None = None) -> dict[str, float]:
+        """Every sample of /metrics, or those of one replica, named as ``name{label=value}``; label
+        ``engine`` left out."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
             text = response.read().decode()
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if replica is not None and sample.labels.get("engine") != str(replica):
+                    continue
                 left_out = ("engine", "model_name")
                 labels = {k: v for k, v in sorted(sample.labels.items()) if k not in left_out}
                 inner = ",".join(f"{key}={value}" for key, value in labels.items())
@@ -264,13 +277,14 @@ def serving(
     *,
     env: Mapping[str, str] | None = None,
     log: str = "server.log",
+    start_timeout_s: float = START_TIMEOUT_S,
     **command: Any,
 ) -> Iterator[LiveServer]:
     """A healthy server with file storage in ``folder/store``; killed, whatever happened."""
     given = {**OPTIONS, "storage": f"file://{folder}/store", **(extra or {})}
     server = LiveServer(server_command(model, given, **command), folder / log, env=env)
     try:
-        yield server.wait_until_healthy()
+        yield server.wait_until_healthy(start_timeout_s)
     finally:
         server.kill()
 
