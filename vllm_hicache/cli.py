@@ -36,9 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = build_parser()
-    options, options.engine_arguments = parser.parse_known_args(arguments)
-    if options.engine_arguments and not getattr(options, "takes_engine_arguments", False):
-        parser.error(f"unrecognized arguments: {' '.join(options.engine_arguments)}")
+    options, rest = parser.parse_known_args(arguments)
+    options.engine_arguments = rest
+    if rest and not getattr(options, "takes_engine_arguments", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         status: int = options.run(options)
     except ConfigError as error:

@@ -151,11 +151,12 @@ async def _describe_room(
     if not isinstance(backend, TellsRoom):
         return
     try:
-        facts["room"] = dict(await backend.room())
+        room = await backend.room()
     except BackendError as error:
         report.add("storage room", "note", f"unknown: {mask_url(str(error))}")
         return
-    bound = {name: value for name, value in facts["room"].items() if value is not None}
+    facts["room"] = room
+    bound = {name: value for name, value in room.items() if value is not None}
     text = ", ".join(f"{name} {_of(name, value)}" for name, value in bound.items())
     limits = ("capacity_bytes", "kept_free_bytes", "maxmemory_bytes", "ttl_s")
     if any(name in bound for name in limits) or bound.get("expires_after_days", "never") != "never":
