@@ -26,6 +26,8 @@ PERSIST_TIMEOUT_FACTOR = 3
 RETRY_S = 5.0
 """After a drop, pages that were dropped are not offered again for so long. Sooner, every request
 would send its whole chain to a tier that is down; later, more pages leave host unstored."""
+FULL_RETRY_S = 1.0
+"""A tier that was full is offered nothing for so long: it reads a page before it refuses it."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class Persists:
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._deadline_s = deadline_s
-        self._retry_at = 0.0
+        self._retry_at = self._full_until = 0.0
         self._running: dict[int, _Persist] = {}
         self._stored: list[HostPage] = []
 
@@ -82,6 +84,9 @@ class Persists:
             for page in pages
             if page.is_present and not page.is_persisted and not page.is_persisting
         ]
+        if wanted and now < self._full_until:
+            self._drop(len(wanted), "full", now)
+            return
         for i in range(0, len(wanted), MAX_PAGES_PER_PERSIST):
             self._send(wanted[i : i + MAX_PAGES_PER_PERSIST], namespace, now)
 
@@ -130,7 +135,7 @@ class Persists:
     def change_storage(self) -> None:
         """The storage is another one: pages of host are offered to it when they are used again."""
         self._host.forget_stored()
-        self._retry_at = 0.0
+        self._retry_at = self._full_until = 0.0
         for persist in self._running.values():
             persist.is_stale = True
 
@@ -179,6 +184,8 @@ class Persists:
         self._host.unpin(persist.pages)
         if not persist.is_stored:
             reason = "reset" if persist.is_stale else answer.reason
+            if reason == "full":
+                self._full_until = now + FULL_RETRY_S
             self._drop(len(persist.pages) - answer.agreed, reason, now)
 
     def _drop(self, num_pages: int, reason: str, now: float) -> None:

@@ -3,7 +3,12 @@
 import pytest
 from planner_rig import NAMESPACE, Rig
 
-from vllm_hicache.persists import MAX_PAGES_PER_PERSIST, PERSIST_TIMEOUT_FACTOR, RETRY_S
+from vllm_hicache.persists import (
+    FULL_RETRY_S,
+    MAX_PAGES_PER_PERSIST,
+    PERSIST_TIMEOUT_FACTOR,
+    RETRY_S,
+)
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_messages import (
     Exists,
@@ -120,6 +125,20 @@ def test_a_tier_that_drops_pages_is_not_offered_them_by_every_request():
     rig.now = RETRY_S
     rig.compute(rig.request("later", TOKENS[:8]), 8)
     assert len(unpack_hashes(_sent(rig)[-1].hashes)) == 2
+
+
+def test_a_full_tier_is_offered_nothing_for_a_moment_and_then_new_pages():
+    rig = _rig()
+    rig.fill_host(TOKENS[:8])
+    rig.say(PersistDone(1, 0, 0, 2, "full"))
+    rig.say(PersistReleased(1))
+    rig.now = FULL_RETRY_S - 0.1
+    rig.fill_host([9, *TOKENS[:7]])
+    assert len(_sent(rig)) == 1
+    assert rig.total("persist_dropped_tokens/full") == 16
+    rig.now = FULL_RETRY_S
+    rig.fill_host([8, *TOKENS[:7]])
+    assert len(_sent(rig)) == 2
 
 
 def test_a_hole_above_a_stored_page_is_caught_up():
