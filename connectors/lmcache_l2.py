@@ -159,23 +159,19 @@ class HiCacheL2Adapter(L2AdapterInterface):
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Fill memory objects with verified bytes; the others are not touched."""
         items = self._items(keys, objects)
-        return self._start(self._store.load(items), partial(self._loaded, keys, items))
+        return self._start(self._store.load(items), partial(self._loaded, keys))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """The objects that were filled, once; None while unknown."""
         return self._loads.take(task_id)
 
     def _loaded(
-        self,
-        keys: Sequence[ObjectKey],
-        items: Sequence[ShardObject],
-        task_id: int,
-        outcomes: Sequence[FetchOutcome | None],
+        self, keys: Sequence[ObjectKey], task_id: int, outcomes: Sequence[FetchOutcome | None]
     ) -> None:
         corrupt = [i for i, outcome in enumerate(outcomes) if outcome is FetchOutcome.CORRUPT]
         if corrupt:
-            sizes = [items[i].payload.nbytes for i in corrupt]
-            self._notify_keys_deleted([keys[i] for i in corrupt], sizes)
+            # Another server may have stored them, and LMCache counts the bytes of this one alone.
+            self._notify_keys_deleted([keys[i] for i in corrupt], [0] * len(corrupt))
         loaded = [i for i, outcome in enumerate(outcomes) if outcome is FetchOutcome.OK]
         self._loads.put(task_id, _bitmap(len(keys), loaded))
 

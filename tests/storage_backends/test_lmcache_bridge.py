@@ -37,9 +37,10 @@ def opened(processes):
         process.ask("close")
 
 
-def adapter(url, **parameters):
+def adapter(url, more=None, **parameters):
     return json.dumps(
         {
+            **(more or {}),
             "type": "plugin",
             "module_path": "vllm_hicache.connectors.lmcache_l2",
             "class_name": "HiCacheL2Adapter",
@@ -168,6 +169,15 @@ def test_a_server_that_is_away_at_the_start_is_used_once_it_is_there(opened, tmp
         _assert_carries(writer, reader)
     finally:
         server.kill()
+
+
+def test_chunks_that_lmcache_compresses_are_found_when_their_layout_is_named(opened, tmp_path):
+    compressed = {"more": {"serde": {"type": "fp8"}}}
+    writer, reader = opened(file_store(tmp_path), layout="bf16 as fp8", **compressed)
+    writer.ask("store", 1)
+    (path,) = stored_files(tmp_path)
+    assert path.stat().st_size < CHUNK_BYTES
+    assert reader.ask("load", 1)["from_store"] == 1
 
 
 def test_a_deleted_chunk_is_gone(opened, tmp_path):
