@@ -59,6 +59,8 @@ class Breaker:
         self._retry_at: float | None = None  # None while closed
         self._has_probe = False
         self._told_at: float | None = None
+        self._opening_told_at: float | None = None
+        self._is_opening_told = False
 
     @property
     def is_closed(self) -> bool:
@@ -94,7 +96,7 @@ class Breaker:
             self._fail(is_probe, error)
 
     def _close(self) -> None:
-        if self._retry_at is not None:
+        if self._retry_at is not None and self._is_opening_told:
             logger.info("Storage answers again: %s enabled", self._direction)
         self._retry_at = None
         self._consecutive = 0
@@ -104,6 +106,19 @@ class Breaker:
         self._consecutive += 1
         if self._retry_at is None and self._consecutive >= self._failures:
             self._retry_at = self._clock() + self._backoff_s
+            self._tell_opening(error)
+            return
+        if is_probe:
+            self._backoff_s = min(self._max_backoff_s, self._backoff_s * 2)
+            self._retry_at = self._clock() + self._backoff_s
+        self._tell(error)
+
+    def _tell_opening(self, error: str) -> None:
+        """Once a minute: a storage at its limit may come and go every second."""
+        now = self._clock()
+        self._is_opening_told = self._is_due(self._opening_told_at)
+        if self._is_opening_told:
+            self._told_at = self._opening_told_at = now
             logger.warning(
                 "Storage failed %d times in a row: %s disabled, next try in %.1f s; last: %s",
                 self._consecutive,
@@ -111,16 +126,14 @@ class Breaker:
                 self._backoff_s,
                 error,
             )
-            self._told_at = self._clock()
-            return
-        if is_probe:
-            self._backoff_s = min(self._max_backoff_s, self._backoff_s * 2)
-            self._retry_at = self._clock() + self._backoff_s
-        self._tell(error)
 
     def _tell(self, error: str) -> None:
-        now = self._clock()
-        if self._told_at is None or now - self._told_at >= TELL_EVERY_S:
-            self._told_at = now
-            state = "fails" if self._retry_at is None else "still fails"
+        if self._is_due(self._told_at):
+            self._told_at = self._clock()
+            is_open = self._retry_at is not None
+            self._is_opening_told |= is_open
+            state = "still fails" if is_open else "fails"
             logger.warning("Storage %s (%s): %s", state, self._direction, error)
+
+    def _is_due(self, told_at: float | None) -> bool:
+        return told_at is None or self._clock() - told_at >= TELL_EVERY_S

@@ -72,10 +72,11 @@ def _set_up_logging(worker_id: int) -> None:
     logging.raiseExceptions = False  # a closed stderr is no reason to stop
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.INFO,
+        level=logging.WARNING,  # clients tell at every try where their credentials come from
         format=f"hicache-storage[worker {worker_id}] %(levelname)s %(asctime)s %(message)s",
         datefmt="%H:%M:%S",
     )
+    logging.getLogger("vllm_hicache").setLevel(logging.INFO)
 
 
 def _map_pool(launch: Launch) -> HostPages:

@@ -55,3 +55,15 @@ def test_failures_among_successes_are_told_once_a_minute(breaker, now, caplog):
         _fail(breaker)
         breaker.end(breaker.begin(), True)
     assert len(caplog.records) == 2
+
+
+def test_a_storage_that_comes_and_goes_is_told_once_a_minute(breaker, now, caplog):
+    for second in range(0, 180, 3):
+        now[0] = second
+        _fail(breaker, 5)
+        now[0] = second + 1
+        breaker.end(breaker.begin(), True)
+    said = [record.message for record in caplog.records]
+    assert sum("disabled" in message for message in said) == 3
+    assert sum("enabled" in message for message in said) == 3
+    assert len(said) <= 9
