@@ -33,7 +33,7 @@ def proxy(redis):
 @pytest.fixture(scope="module")
 def server(control, redis, proxy, tiny_llama, tmp_path_factory):
     """An engine that started while Redis was away."""
-    storage = {"url": f"redis://127.0.0.1:{proxy.port}"}
+    storage = {"url": f"redis://127.0.0.1:{proxy.port}", "exists_timeout_s": "200ms"}
     env = {"HICACHE_STORAGE_PASSWORD": PASSWORD}
     with engine(tiny_llama(), tmp_path_factory.mktemp("engine"), storage, env=env) as started:
         yield started.wait_until_healthy()
@@ -135,7 +135,7 @@ def test_objects_that_are_deleted_between_query_and_read(control, healthy, redis
 
     episode = suffer("redis objects deleted before reads", control, healthy, deleting())
     episode.check()
-    assert episode.grew("fetch_ended_total{reason=missing}") > 100
+    assert episode.grew("fetch_ended_total{reason=missing}") > 0
     assert episode.grew("unserved_tokens_total{reason=short_fetch}") > 0
     assert episode.grew("corrupt_objects_total") == 0
 

@@ -103,7 +103,7 @@ def test_a_server_that_lost_its_objects(control, healthy, s3):
     lost = s3.failing(Fault(status=404, code="NoSuchKey"), "GET", "HEAD")
     episode = suffer("s3 404 NoSuchKey", control, healthy, lost)
     episode.check()
-    assert episode.grew("fetch_ended_total{reason=missing}") > 100
+    assert episode.grew("fetch_ended_total{reason=missing}") > 0
     assert episode.level("breaker_open") == 0
 
 

@@ -29,7 +29,7 @@ NUM_REQUESTS, NUM_CONTROLS, ROUNDS = 200, 100, 4
 MAX_LINES = 8
 """Of the log at the beginning and the end of a fault; ten a minute in between."""
 RECOVERY_S = 30.0
-BASE_S, PER_1K_S, EXISTS_S = 0.5, 0.25, 0.2
+BASE_S, PER_1K_S = 0.5, 0.25
 DEADLINE_S = BASE_S + PER_1K_S * PROMPT_TOKENS / 1024
 """How long a request may be held for its fetch: options ``prefetch_timeout_*`` of the engines."""
 HEALTHY_TOKENS = 8 * (PROMPT_TOKENS - 1)
@@ -59,7 +59,7 @@ def engine(
     """A server that is starting, with this storage or with host memory alone; killed at the end."""
     extra: dict[str, object] = {**OPTIONS, "storage": None}
     if storage is not None:
-        extra |= {**STORAGE_OPTIONS, "storage": {"exists_timeout_s": EXISTS_S, **storage}}
+        extra |= {**STORAGE_OPTIONS, "storage": storage}
     command = server_command(model, extra, options=DEVICE, executor=UNIPROC)
     folder.mkdir(exist_ok=True, parents=True)
     server = LiveServer([*prefix, *command], folder / "server.log", env=env)
