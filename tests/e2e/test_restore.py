@@ -21,6 +21,7 @@ from engine_in_process import (
     largest_difference,
     restored_hit,
 )
+from tiny_experts import write_experts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -55,6 +56,8 @@ class Topology:
     lengths: Sequence[int] = LENGTHS
     pair: Sequence[int] = PAIR
     lives: Sequence[Mapping[str, object]] = LIVES
+    has_experts: bool = False
+    """A mixture of experts instead of the dense model."""
 
     @property
     def options(self) -> dict[str, object]:
@@ -70,6 +73,7 @@ TOPOLOGIES = {
     "pp2-all": Topology(1, 2, 4),
     "pp2-uneven-all": Topology(1, 2, 4, "3,1"),
     "tp2-pp2-all": Topology(2, 2, 4),
+    "tp2-experts-all": Topology(2, 1, 2, has_experts=True),
 }
 PARAMETERS = [
     pytest.param(name, marks=[pytest.mark.full] if name.endswith("-all") else [])
@@ -158,8 +162,11 @@ def run(
     tiny_llama: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    folder = tmp_path_factory.mktemp(request.param)
-    return run_child(tiny_llama(), TOPOLOGIES[request.param], folder)
+    folder, topology = tmp_path_factory.mktemp(request.param), TOPOLOGIES[request.param]
+    model = tiny_llama()
+    if topology.has_experts:
+        model = write_experts(folder / "experts", model)
+    return run_child(model, topology, folder)
 
 
 def test_restored_answers_equal_those_of_a_device_hit_bit_for_bit(run: Run) -> None:
