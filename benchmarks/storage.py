@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -71,6 +72,8 @@ class Service:
     server_cpu_s: Callable[[], float]
     empty: Callable[[], Awaitable[None]] | None = None
     """Leaves nothing of the way before; without it, raw objects are overwritten every round."""
+    more: dict[str, StorageBackend] = field(default_factory=dict)
+    """The backend with other clients, by client."""
 
 
 class Cost(NamedTuple):
@@ -168,8 +171,9 @@ def _cpu_s(pid: int) -> float:
 async def s3_service(options: argparse.Namespace) -> AsyncIterator[Service]:
     """SeaweedFS, raw by aiobotocore, and by obstore where it is installed."""
     async with storage_s3.connected(options.url, options.calls * options.batch) as parts:
-        backend, raw, pid = parts
-        yield Service(backend, raw, lambda: _cpu_s(pid) if pid else 0.0)
+        backends, raw, pid = parts
+        backend = backends.pop("aiobotocore")
+        yield Service(backend, raw, lambda: _cpu_s(pid) if pid else 0.0, more=backends)
 
 
 SERVICES: dict[str, Callable[[argparse.Namespace], AbstractAsyncContextManager[Service]]] = {
@@ -197,7 +201,6 @@ class Workload:
 
     async def round(self) -> dict[tuple[str, str], Cost]:
         """Cost by (way, "write" or "read"); every way starts with an empty store."""
-        checked = CheckedStorage(self._service.backend)
         costs = {}
         for name, raw in self._service.raw.items():
             await self._empty()
@@ -211,10 +214,7 @@ class Workload:
             self._items[i : i + self._options.batch]
             for i in range(0, len(self._items), self._options.batch)
         ]
-        for name, write, read in (
-            ("backend", self._write, self._read),
-            ("backend, checked", checked.persist, checked.fetch),
-        ):
+        for name, write, read in self._backend_ways():
             await self._empty()
             for what, work, good in (
                 ("write", write, WriteOutcome.STORED),
@@ -224,6 +224,17 @@ class Workload:
                 costs[name, what] = await self._timed(calls)
         await self._empty()
         return costs
+
+    def _backend_ways(self) -> list[tuple[str, Callable, Callable]]:
+        ways: list[tuple[str, Callable, Callable]] = []
+        for client, backend in {"": self._service.backend, **self._service.more}.items():
+            name = f"backend with {client}" if client else "backend"
+            checked = CheckedStorage(backend)
+            ways += [
+                (name, partial(self._write, backend), partial(self._read, backend)),
+                (f"{name}, checked", checked.persist, checked.fetch),
+            ]
+        return ways
 
     async def _empty(self) -> None:
         await self._service.backend.delete([item.name for item in self._items])
@@ -252,14 +263,18 @@ class Workload:
     async def _get(self, raw: RawClient, number: int) -> None:
         await raw.get(f"raw-{number}", self._items[number].payload)
 
-    async def _write(self, items: Sequence[ShardObject]) -> list[WriteOutcome]:
+    async def _write(
+        self, backend: StorageBackend, items: Sequence[ShardObject]
+    ) -> list[WriteOutcome]:
         writes = [ObjectWrite(item.name, self._header, item.payload) for item in items]
-        return await self._service.backend.write(writes)
+        return await backend.write(writes)
 
-    async def _read(self, items: Sequence[ShardObject]) -> list[FetchOutcome]:
+    async def _read(
+        self, backend: StorageBackend, items: Sequence[ShardObject]
+    ) -> list[FetchOutcome]:
         header = memoryview(bytearray(HEADER_BYTES))
         reads = [ObjectRead(item.name, header, item.payload) for item in items]
-        outcomes = await self._service.backend.read(reads)
+        outcomes = await backend.read(reads)
         return [FetchOutcome.OK if o is ReadOutcome.OK else FetchOutcome.MISSING for o in outcomes]
 
 

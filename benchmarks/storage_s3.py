@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from vllm_hicache.config import HiCacheConfig
+from vllm_hicache.config import StorageConfig
 from vllm_hicache.storage import HEADER_BYTES
 from vllm_hicache.storage_backends.registry import open_backend
 
@@ -56,8 +56,8 @@ class RawObstore:
 @asynccontextmanager
 async def connected(
     url: str | None, num_connections: int
-) -> AsyncIterator[tuple[StorageBackend, dict[str, Any], int]]:
-    """The backend, the raw clients by name (obstore where it is installed), and the server's pid.
+) -> AsyncIterator[tuple[dict[str, StorageBackend], dict[str, Any], int]]:
+    """Backends and raw clients by client (obstore where it is installed), and the server's pid.
 
     Without a URL a server is started. Credentials come from the environment. The pid is 0 where
     the server runs elsewhere.
@@ -72,19 +72,22 @@ async def connected(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             server = stack.enter_context(s3_servers.seaweedfs(folder))
             url, pid = server.url("benchmark"), server.process.pid
-        config = HiCacheConfig.parse({"storage": url}, None).storage
-        if config is None:
-            raise SystemExit("no storage")
-        backend = open_backend(url, config)
-        await backend.open()
-        stack.push_async_callback(backend.close)
+        backends = {"aiobotocore": await _opened(url, stack)}
         bucket = urlsplit(url).netloc
         endpoint = parse_qs(urlsplit(url).query).get("endpoint_url", [None])[0]
         client = await stack.enter_async_context(_aiobotocore(endpoint, num_connections))
         raw: dict[str, Any] = {"aiobotocore": RawAiobotocore(client, bucket)}
         if store := _obstore(bucket, endpoint):
             raw["obstore"] = RawObstore(store)
-        yield backend, raw, pid
+            backends["obstore"] = await _opened(f"{url}&client=obstore", stack)
+        yield backends, raw, pid
+
+
+async def _opened(url: str, stack: AsyncExitStack) -> StorageBackend:
+    backend = open_backend(url, StorageConfig.parse({"url": url}))
+    await backend.open()
+    stack.push_async_callback(backend.close)
+    return backend
 
 
 def _aiobotocore(endpoint: str | None, num_connections: int) -> Any:

@@ -76,7 +76,16 @@ def _s3(url: str, config: StorageConfig) -> StorageBackend:
         raise ConfigError(
             f"s3:// storage needs the package {error.name}: pip install 'vllm-hicache[s3]'"
         ) from error
-    return S3Backend(S3Address.parse(url), config)
+    address = S3Address.parse(url)
+    if address.client == "aiobotocore":
+        return S3Backend(address, config)
+    try:
+        from vllm_hicache.storage_backends.s3_obstore import ObstoreS3Backend
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"client=obstore needs the package {error.name}: pip install 'vllm-hicache[obstore]'"
+        ) from error
+    return ObstoreS3Backend(address, config)
 
 
 def _redis(url: str, config: StorageConfig) -> StorageBackend:

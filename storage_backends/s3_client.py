@@ -10,6 +10,7 @@ import logging
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -49,12 +50,16 @@ _NEEDED_PERMISSIONS = (
     "ones) and s3:GetObject, s3:PutObject, s3:DeleteObject on its objects"
 )
 
+# For so long, obstore takes credentials for fresh; the session renews them in time.
+_CREDENTIALS_FRESH_S = 300
+
 _ATTEMPTS = 3  # of each request, within the deadline of its operation
 _DEFAULT_REGION = "us-east-1"
 _CREDENTIALS = "the environment, the shared configuration files or the instance"
 
 _FORM = "s3://BUCKET/PREFIX?endpoint_url=https://HOST:PORT&region=NAME&path_style=true"
-_PARAMETERS = ("endpoint_url", "region", "path_style")
+_PARAMETERS = ("endpoint_url", "region", "path_style", "client")
+CLIENTS = ("aiobotocore", "obstore")
 _IS_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}").fullmatch
 _IS_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()/=+@:,-]*").fullmatch
 _ADDRESSING = {"": "auto", "true": "path", "false": "virtual"}
@@ -76,6 +81,7 @@ class S3Address:
     endpoint_url: str | None
     region: str | None
     addressing_style: str  # auto, path or virtual
+    client: str  # one of CLIENTS: who transfers the bytes of objects
 
     @classmethod
     def parse(cls, url: str) -> Self:
@@ -101,12 +107,18 @@ class S3Address:
         path_style = given.get("path_style", "")
         if path_style not in _ADDRESSING:
             raise ConfigError(f"path_style of an S3 storage URL must be true or false: {_FORM}")
+        client = given.get("client", CLIENTS[0])
+        if client not in CLIENTS:
+            raise ConfigError(
+                f"client of an S3 storage URL must be {' or '.join(CLIENTS)}, got {client!r}"
+            )
         return cls(
             bucket=parts.netloc,
             prefix=f"{prefix}/" if prefix else "",
             endpoint_url=_endpoint(given.get("endpoint_url")),
             region=given.get("region") or None,
             addressing_style=_ADDRESSING[path_style],
+            client=client,
         )
 
     def key(self, name: str) -> str:
@@ -163,6 +175,7 @@ class S3Client:
         self._max_connections = max_connections
         self._resources = AsyncExitStack()
         self._connected: Any = None
+        self._session: Any = None
         self._explained: set[tuple[str, str]] = set()
 
     @property
@@ -197,6 +210,19 @@ class S3Client:
                     raise ConfigError(await self._reason(client, error)) from error
                 raise
         self._connected = client
+
+    async def credentials(self) -> dict[str, Any]:
+        """What the chain of AWS clients finds now, in the form that obstore takes."""
+        found = await self._session.get_credentials()
+        if found is None:
+            raise BackendUnavailable("S3 storage has lost its credentials", backend="s3")
+        now = await found.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_FRESH_S),
+        }
 
     async def close(self) -> None:
         """Close all connections; requests that run fail."""
@@ -261,7 +287,7 @@ class S3Client:
             parameter_validation=False,
             user_agent_extra="vllm-hicache",
         )
-        session = get_session()
+        session = self._session = get_session()
         try:
             region = self._address.region or session.get_config_variable("region")
             made = session.create_client(
