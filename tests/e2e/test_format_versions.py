@@ -4,6 +4,7 @@ The other version is this release with its one constant raised, in the engine an
 process, so that all it writes goes the real way.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from engine_in_process import PAGE, Answer, assert_same, prompt_of, running
 
+from vllm_hicache import near_miss_notice
 from vllm_hicache.connectors import vllm_view
 from vllm_hicache.keys import FORMAT_VERSION, parse_shard_name
 from vllm_hicache.storage_backends import file_names
@@ -21,8 +23,10 @@ from vllm_hicache.storage_backends.envelope import decode_header
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 COLD_TOLERANCE = 1e-4
 NEXT = FORMAT_VERSION + 1
-PAGES = 4
+PAGES = 20
+"""Storage says what it holds instead once 16 pages were asked for in vain."""
 PROMPT = prompt_of("format version", PAGES * PAGE + 9)
+HIT = PAGES * PAGE
 SHARDS_PER_PAGE = 2
 # Runs in every Python process that starts meanwhile: storage processes are such.
 RAISED = f"""
@@ -52,11 +56,13 @@ class Life:
     files: dict[str, bytes]
 
 
-def live(model: Path, store: Path) -> Life:
+def live(model: Path, store: Path, reason: str = "") -> Life:
+    """``reason`` is a counter that is waited for: storage processes tell once a second."""
     with running(model, store) as engine:
         answer = engine.ask([PROMPT])[0]
         engine.assert_idle_and_clean()
-        engine.wait_for("other_version_objects", 1, timeout_s=1.5)
+        if reason:
+            engine.wait_for(reason, 1)
         counters = engine.counters()
     objects = [path for path in store.rglob("*") if file_names.is_object(path.name)]
     return Life(answer, counters, {path.name: path.read_bytes() for path in objects})
@@ -70,20 +76,26 @@ def _assert_hit(life: Life, num_tokens: int) -> None:
 
 
 def test_each_version_reads_its_own_objects_and_leaves_the_others_alone(
-    tiny_llama: Callable[..., Path], tmp_path: Path
+    tiny_llama: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, store = tiny_llama(), tmp_path / "store"
     this = live(model, store)
     with raised_version(tmp_path / "raised"):
-        other = live(model, store)
+        logging.getLogger(near_miss_notice.__name__).addHandler(caplog.handler)
+        other = live(model, store, reason="near_misses")
+        logging.getLogger(near_miss_notice.__name__).removeHandler(caplog.handler)
         other_again = live(model, store)
     this_again = live(model, store)
-    for life, num_tokens in ((this, 0), (other, 0), (other_again, 256), (this_again, 256)):
+    for life, num_tokens in ((this, 0), (other, 0), (other_again, HIT), (this_again, HIT)):
         _assert_hit(life, num_tokens)
         assert life.counters["other_version_objects"] == 0
         assert_same([life.answer], [this.answer], COLD_TOLERANCE)
+        assert life.counters["near_misses"] == (life is other)
+    assert f"uses format_version={NEXT}, the store holds" in caplog.text
+    assert f"with format_version={FORMAT_VERSION} (namespace hc1-" in caplog.text
     versions = [decode_header(content).format_version for content in other.files.values()]
-    assert sorted(versions) == [FORMAT_VERSION] * 8 + [NEXT] * 8
+    num_objects = PAGES * SHARDS_PER_PAGE
+    assert sorted(versions) == [FORMAT_VERSION] * num_objects + [NEXT] * num_objects
     assert this.files.items() < other.files.items() == this_again.files.items()
 
 
@@ -105,7 +117,7 @@ def test_an_object_of_another_version_under_a_name_of_this_one_is_a_counted_miss
         ]
         by_shard[name].write_bytes(twin.read_bytes())
     before = {path.name: path.read_bytes() for path in objects}
-    after = live(model, store)
+    after = live(model, store, reason="other_version_objects")
     _assert_hit(after, 0)
     assert after.counters["fetch_ended/missing"] == 1
     assert after.counters["other_version_objects"] >= SHARDS_PER_PAGE
