@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import obstore
 from botocore import exceptions as boto
@@ -96,7 +96,7 @@ class ObstoreS3Backend(S3Backend):
         return ReadOutcome.OK
 
     async def _put(self, key: str, views: Sequence[memoryview], **options: str) -> None:
-        mode = "create" if "IfNoneMatch" in options else "overwrite"
+        mode: Literal["create", "overwrite"] = "create" if "IfNoneMatch" in options else "overwrite"
         async with self._writers.taken():
             try:
                 await obstore.put_async(
@@ -164,4 +164,4 @@ def _client_error(number: int, name: str, message: str, operation: str) -> boto.
         "Error": {"Code": name, "Message": message},
         "ResponseMetadata": {"HTTPStatusCode": number},
     }
-    return boto.ClientError(response, operation)  # type: ignore[arg-type]
+    return boto.ClientError(response, operation)

@@ -21,8 +21,8 @@ from vllm_hicache.errors import ConfigError
 from vllm_hicache.storage_lifeline import leave, report_to
 from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
-from vllm_hicache.storage_server import ServedStorage, StorageServer
-from vllm_hicache.storage_switch import checked_storage
+from vllm_hicache.storage_server import StorageServer
+from vllm_hicache.storage_switch import ServedStorage, checked_storage
 
 logger = logging.getLogger("vllm_hicache.storage_process")
 

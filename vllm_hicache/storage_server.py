@@ -242,8 +242,8 @@ class StorageServer:
     async def _answer(self, question: Ask | Configure, connection: Connection) -> None:
         reply = await self._switch.answer(question)
         await connection.reply(reply)
-        is_change = isinstance(question, Configure) and question.commit
-        if is_change and isinstance(reply, Configured) and not reply.refusal:
+        is_done = isinstance(reply, Configured) and not reply.refusal
+        if is_done and isinstance(question, Configure) and question.commit:
             logger.info("Storage changes: this process finishes and makes room for another")
             if self._current is not None:
                 self._current.send(Switching())
