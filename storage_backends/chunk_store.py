@@ -42,7 +42,7 @@ BREAKER_MAX_BACKOFF_S = 30.0
 FIND_CONCURRENCY = 8
 NAMES_PER_FIND = 512
 CLOSE_LIMIT_S = 2.0
-"""Longest time for connections to close, after the grace that writes get."""
+"""Longest time for calls to let go, and for connections to close, after the grace of writes."""
 
 
 def _as_it_is(_index: int, result: Any) -> Any:
@@ -237,8 +237,11 @@ class ChunkStore:
     async def _close(self) -> None:
         if self._saves:
             await asyncio.wait(self._saves, timeout=self._config.shutdown_grace_s)
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        rest = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+        for task in rest:
             task.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=CLOSE_LIMIT_S)
         try:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await self._storage.close()
