@@ -125,6 +125,7 @@ def test_the_nearest_records_come_first_and_not_too_many():
     far = [changed(page_size=128, heads_per_group=heads) for heads in (2, 4)]
     other = changed(weights=CHANGES["weights"])
     found = near_to_own(other, *far, *close)
+    assert found == near_to_own(*close, *far, other)
     assert len(found) == MAX_NEAR
     assert {one.digest for one in found[:2]} == {one.digest for one in close}
     assert found[2].digest in {one.digest for one in far}

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from vllm_hicache.errors import BackendUnavailable
-from vllm_hicache.storage import HEADER_BYTES, MAX_RECORD_BYTES, WriteOutcome
+from vllm_hicache.storage import HEADER_BYTES, MAX_RECORD_BYTES, MAX_RECORDS, WriteOutcome
 from vllm_hicache.storage_backends.conformance import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -115,6 +115,19 @@ async def test_a_name_that_is_no_namespace_s_leads_nowhere(tmp_path, name):
             await backend.write_record(name, RECORD)
         assert await backend.clear(name) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+async def test_the_records_renewed_longest_ago_go(tmp_path):
+    names = [f"hc1-{number:016x}" for number in range(MAX_RECORDS)]
+    async with opened(tmp_path) as backend:
+        for age, name in enumerate(names):
+            await backend.write_record(name, RECORD)
+            os.utime(tmp_path / "namespaces" / f"{name}.json", (1000 - age, 1000 - age))
+        await backend.write_record(names[-1], RECORD)  # the oldest is young again
+        await backend.write_record(NAMESPACE, RECORD)
+        assert used(backend) == MAX_RECORDS * BLOCK
+    kept = {path.stem for path in (tmp_path / "namespaces").iterdir()}
+    assert kept == {NAMESPACE, *names} - {names[-2]}
 
 
 async def test_records_are_readable_by_their_owner_alone(tmp_path):

@@ -7,7 +7,7 @@ import s3_servers
 from redis_under_test import ACL_RULES, opened, running
 
 from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.storage import WriteOutcome
+from vllm_hicache.storage import MAX_RECORDS, WriteOutcome
 from vllm_hicache.storage_backends.conformance import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -41,6 +41,13 @@ async def test_records_of_redis_are_one_hash_beside_the_objects(server):
         assert server.run("KEYS", "*") == [b"hicache:namespaces"]
         await backend.clear(NAMESPACE)
         assert server.run("KEYS", "*") == []
+
+
+async def test_no_more_than_so_many_records_stay_in_redis(server):
+    async with opened(server.url) as backend:
+        for number in range(MAX_RECORDS + 3):
+            await backend.write_record(f"hc1-{number:016x}", RECORD)
+    assert server.run("HLEN", "hicache:namespaces") == MAX_RECORDS
 
 
 async def test_a_user_without_these_commands_works_without_records(server):
