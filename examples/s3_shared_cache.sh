@@ -30,7 +30,8 @@ STORAGE_URL=${PLACE%/}/$RUN${S3_URL#"$PLACE"}
 
 use_connector '{
     "host_memory": "'${HOST_MEMORY:-256MiB}'",
-    "storage": {"url": "'$STORAGE_URL'", "exists_timeout_s": 10, "operation_timeout_s": 60},
+    "storage": {"url": "'$STORAGE_URL'", "exists_timeout_s": 10, "operation_timeout_s": 60,
+                "shutdown_grace_s": 30},
     "fleet": {"tp": ['$(fleet_sizes 1)'], "pp": ['$(fleet_sizes 2)']},
     "page_size": 64,
     "min_object_bytes": 1,

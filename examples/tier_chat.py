@@ -8,6 +8,7 @@ for which nothing is cached. `table` prints all turns and exits 1 where somethin
 import argparse
 import json
 import sys
+import time
 import urllib.request
 import uuid
 from pathlib import Path
@@ -55,12 +56,20 @@ def ask(chat: Chat, options: argparse.Namespace) -> None:
     )
 
 
-def drop_pages(url: str) -> None:
-    """Empty vLLM's prefix cache and host memory; with `fixed_weights` stored pages are kept."""
+def drop_pages(url: str, patience_s: float = 20.0) -> None:
+    """Empty vLLM's prefix cache and host memory; with `fixed_weights` stored pages are kept.
+
+    vLLM says no while a block is in use: what was answered last may still be on its way to host.
+    """
     request = urllib.request.Request(f"{url}/reset_prefix_cache?reset_external=true", method="POST")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        if not json.load(answer)["success"]:
+    deadline = time.monotonic() + patience_s
+    while True:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            if json.load(answer)["success"]:
+                return
+        if time.monotonic() > deadline:
             sys.exit("vLLM could not reset its prefix cache: blocks are still held")
+        time.sleep(0.2)
 
 
 def problems_of(turn: dict, control_s: float, within: float) -> list[str]:
