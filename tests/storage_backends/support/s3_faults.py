@@ -126,7 +126,7 @@ class FaultyS3:
 async def faulty(upstream: str) -> AsyncIterator[FaultyS3]:
     """A proxy before the server at `upstream`, for one test."""
     proxy = FaultyS3(upstream)
-    server = web.Server(proxy.answer)
+    server = web.Server(proxy.answer, access_log=None)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
