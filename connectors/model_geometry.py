@@ -115,7 +115,8 @@ def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
         head_size=model.get_head_size(),
         dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, model),
         kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
-        sliding_window=model.get_sliding_window(),
+        sliding_window=_sliding_window(vllm_config),
+        attention_chunk_size=getattr(model.hf_text_config, "attention_chunk_size", None),
     )
     starts = vllm_view.stage_starts(vllm_config)
     stops = (*starts[1:], model.get_total_num_hidden_layers())
@@ -123,6 +124,14 @@ def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
     )
+
+
+def _sliding_window(vllm_config: "VllmConfig") -> int | None:
+    """The window of any layer; the cache configuration has it only where all layers do."""
+    model = vllm_config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    has_some = "sliding_attention" in kinds
+    return model.get_sliding_window() if has_some else vllm_config.cache_config.sliding_window
 
 
 def _layout(

@@ -34,6 +34,9 @@ BY_HAND = {
 }
 """Of the tiny Llama: 4 layers, 2 KV heads of 64 numbers."""
 
+WINDOWED = {"sliding_window": 512}
+INTERLEAVED = WINDOWED | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
 
 @pytest.fixture(scope="module")
 def look(tiny_llama):
@@ -138,6 +141,8 @@ def test_weights_that_nobody_can_prove_have_no_lasting_namespace(look):
         (("--tensor-parallel-size", "4"), {}, "2 KV heads over tensor parallelism 4"),
         (("--pipeline-parallel-size", "2"), {"storage_layer_partition": 3}, "3"),
         ((), {"storage_head_partition": 4}, "4"),
+        (("--hf-overrides", json.dumps(WINDOWED)), {}, "sliding-window"),
+        (("--hf-overrides", json.dumps(INTERLEAVED)), {}, "sliding-window"),
         (("--max-model-len", "999999"), {}, "vLLM refuses"),
         ((), {"page_sise": 1}, "page_sise"),
     ],
@@ -145,6 +150,13 @@ def test_weights_that_nobody_can_prove_have_no_lasting_namespace(look):
 def test_what_no_engine_would_start_with_is_refused(look, arguments, options, said):
     with pytest.raises(ConfigError, match=said):
         look(*arguments, **options)
+
+
+def test_a_window_that_no_layer_uses_does_not_count(look, alone):
+    unused = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+    found = look("--hf-overrides", json.dumps(unused))
+    assert found.namespace.window == 0
+    assert found.smallest_object_bytes == alone.smallest_object_bytes
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
