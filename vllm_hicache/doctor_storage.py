@@ -50,24 +50,29 @@ async def _check(
     key = storage.integrity_key.encode() if storage.integrity_key else None
     try:
         backend = open_backend(storage.url, storage)
-        checked = CheckedStorage(backend, integrity_key=key)
+    except ConfigError as error:
+        _refuse(report, error)
+        return
+    checked = CheckedStorage(backend, integrity_key=key)
+    try:
         started = time.monotonic()
         await checked.open()
-    except ConfigError as error:
-        report.add("storage", "refused", mask_url(str(error)), "correct storage.url or its options")
-        return
-    except BackendError as error:
-        advice = "start or reach the service; an engine would start without storage and join later"
-        report.add("storage", "failed", f"cannot be opened: {mask_url(str(error))}", advice)
-        return
-    try:
         facts["open_ms"] = _ms(started)
         report.add("storage", "ok", f"{facts['url']} opened in {facts['open_ms']} ms")
         await _probe(report, backend, checked, num_bytes, facts)
         await _describe_room(report, backend, facts)
         await _compare(report, backend, own_record)
+    except ConfigError as error:
+        _refuse(report, error)
+    except BackendError as error:
+        advice = "start or reach the service; an engine would start without storage and join later"
+        report.add("storage", "failed", f"cannot be opened: {mask_url(str(error))}", advice)
     finally:
         await checked.close()
+
+
+def _refuse(report: DoctorReport, error: ConfigError) -> None:
+    report.add("storage", "refused", mask_url(str(error)), "correct storage.url or its options")
 
 
 def _ms(started: float) -> float:
