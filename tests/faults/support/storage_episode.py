@@ -106,7 +106,8 @@ class Episode:
 
     def lines(self) -> list[str]:
         """What we said in the log from the injection to the recovery, the activity line aside."""
-        ours = [line for line in self.log.splitlines() if "icache" in line.lower()]
+        names = ("icache", "torage")  # of the engine's lines some say Storage only
+        ours = [line for line in self.log.splitlines() if any(name in line for name in names)]
         return [line for line in ours if "HiCache: hits" not in line]
 
     def check(self, deadline_s: float = DEADLINE_S) -> None:
