@@ -43,6 +43,14 @@ OWN = Namespace(
 )
 OTHER = msgspec.structs.replace(OWN, page_size=128)
 MIN_PAGES = 4
+PATIENCE_S = 60.0
+PATIENT = {
+    "near_miss_pages": MIN_PAGES,
+    "stall_s": 10.0,
+    "operation_timeout_s": PATIENCE_S,
+    "exists_timeout_s": PATIENCE_S,
+}
+"""No time is promised here: a busy machine is no dead storage."""
 HASHES = pack_hashes(bytes([page]) * 32 for page in range(MIN_PAGES))
 SLOTS = pack_slots(range(MIN_PAGES))
 
@@ -53,7 +61,7 @@ def start(tmp_path, new_engine):
 
     def start_one(namespace):
         url = f"file://{tmp_path}/store"
-        engine = new_engine(url=url, near_miss_pages=MIN_PAGES)
+        engine = new_engine(url=url, **PATIENT)
         engine.start()
         engine.send(Describe(encode_record(namespace)))
         return engine
@@ -62,13 +70,13 @@ def start(tmp_path, new_engine):
 
 
 def persist(engine, namespace, op=1):
-    engine.send(Persist(op, namespace.digest, HASHES, SLOTS, 30.0))
-    assert engine.wait_for(PersistDone).num_dropped == 0
+    engine.send(Persist(op, namespace.digest, HASHES, SLOTS, PATIENCE_S))
+    assert engine.wait_for(PersistDone, PATIENCE_S).num_dropped == 0
 
 
 def ask(engine, namespace, op):
-    engine.send(Exists(op, namespace.digest, HASHES, 30.0))
-    return engine.wait_for(ExistsResult).num_leading
+    engine.send(Exists(op, namespace.digest, HASHES, PATIENCE_S))
+    return engine.wait_for(ExistsResult, PATIENCE_S).num_leading
 
 
 def record_file(tmp_path, namespace):
@@ -80,18 +88,18 @@ def test_the_first_stored_page_writes_the_record_and_an_engine_beside_it_is_told
 ):
     writer = start(OTHER)
     persist(writer, OTHER)
-    wait_until(record_file(tmp_path, OTHER).exists)
+    wait_until(record_file(tmp_path, OTHER).exists, timeout_s=PATIENCE_S)
     writer.close()
     reader = start(OWN)
     assert ask(reader, OWN, 1) == 0
-    assert reader.wait_for(NearMisses) == NearMisses((encode_record(OTHER),))
+    assert reader.wait_for(NearMisses, PATIENCE_S) == NearMisses((encode_record(OTHER),))
     assert not record_file(tmp_path, OWN).exists()
 
 
 def test_an_engine_of_the_same_namespace_hits_and_is_told_nothing(tmp_path, start, wait_until):
     writer = start(OTHER)
     persist(writer, OTHER)
-    wait_until(record_file(tmp_path, OTHER).exists)
+    wait_until(record_file(tmp_path, OTHER).exists, timeout_s=PATIENCE_S)
     writer.close()
     reader = start(OTHER)
     for op in range(1, 4):
@@ -102,7 +110,7 @@ def test_an_engine_of_the_same_namespace_hits_and_is_told_nothing(tmp_path, star
 
 
 def test_a_process_that_was_not_described_keeps_no_record(tmp_path, new_engine):
-    engine = new_engine(url=f"file://{tmp_path}/store", near_miss_pages=MIN_PAGES)
+    engine = new_engine(url=f"file://{tmp_path}/store", **PATIENT)
     engine.start()
     persist(engine, OWN)
     time.sleep(0.2)
@@ -110,7 +118,7 @@ def test_a_process_that_was_not_described_keeps_no_record(tmp_path, new_engine):
 
 
 def test_a_successor_is_told_who_it_is_as_its_predecessor_was(tmp_path, new_engine, wait_until):
-    engine = new_engine(url=f"file://{tmp_path}/store", near_miss_pages=MIN_PAGES)
+    engine = new_engine(url=f"file://{tmp_path}/store", **PATIENT)
     engine.start()
     link = StorageLink(engine.channels, 1, Describe(encode_record(OWN)))
     os.kill(engine.process.pid, signal.SIGKILL)
@@ -120,9 +128,9 @@ def test_a_successor_is_told_who_it_is_as_its_predecessor_was(tmp_path, new_engi
         seen.extend(event for _, event in link.poll())
         return ChannelDown() in seen and any(isinstance(event, ChannelUp) for event in seen)
 
-    wait_until(is_back, timeout_s=30.0)
+    wait_until(is_back, timeout_s=PATIENCE_S)
     persist(engine, OWN)
-    wait_until(record_file(tmp_path, OWN).exists)
+    wait_until(record_file(tmp_path, OWN).exists, timeout_s=PATIENCE_S)
 
 
 class Channels:
