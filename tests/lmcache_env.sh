@@ -11,13 +11,16 @@ TORCH=$(grep '^torch==' "$ROOT/requirements/cpu.txt")
 if [ -n "${PIP_FIND_LINKS:-}" ]; then
     where=(--find-links "$PIP_FIND_LINKS")
 else
-    where=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
+    where=(--extra-index-url https://download.pytorch.org/whl/cpu)
+    where+=(--index-strategy unsafe-best-match)
 fi
 
 mkdir -p "$ROOT/.cache"
 exec 9>"$VENV.lock"
 flock 9
-digest=$(cat "$ROOT/pyproject.toml" "${BASH_SOURCE[0]}" <(echo "$TORCH $ROOT") | sha256sum)
+# What decides on packages: our requirements (all of pyproject.toml before its tools) and this.
+requirements=$(sed '/^\[tool/,$d' "$ROOT/pyproject.toml")
+digest=$(cat "${BASH_SOURCE[0]}" <(echo "$requirements $TORCH $ROOT") | sha256sum)
 if [ "$(cat "$VENV/.hicache-setup" 2>/dev/null)" != "$digest" ]; then
     {
         "$PYTHON" -m venv --clear "$VENV"

@@ -27,6 +27,7 @@ STORAGE_CLIENTS = {"redis", "aiobotocore", "botocore", "boto3", "obstore", "moon
 TORCH_IN_CORE = {"host_pool", "transfer"}
 PLUGIN = "vllm_hicache.plugin"  # vLLM calls it; imports vLLM and the connector when it registers
 COMMAND_LINE = "vllm_hicache.cli"  # the files of the command `hicache`, above everything else
+LMCACHE_PLUGINS = "vllm_hicache.connectors.lmcache_"
 PLANS = {"plan", "planner", "progress", "prefetch", "prefix_index", "storage", "storage_messages"}
 
 
@@ -129,6 +130,8 @@ def _refuse(module: str, item: Import) -> str:
         return "breaks vLLM's in-process CPU engine"
     if item.top == "vllm" and layer != "connectors" and (module != PLUGIN or item.at_import):
         return "only connectors/ imports vLLM"
+    if item.top == "lmcache" and not module.startswith(LMCACHE_PLUGINS):
+        return "only what LMCache loads imports LMCache"
     if item.top == "triton" and layer != "kernels":
         return "only kernels/ imports Triton"
     if item.top in STORAGE_CLIENTS and layer != "storage_backends":
@@ -310,6 +313,7 @@ BROKEN = [
     (wrong_directions, "kernels/dispatch.py", "from vllm_hicache.plan import StepPlan"),
     (wrong_directions, "kernels/dispatch.py", "import vllm"),
     (wrong_directions, "connectors/stats.py", "import redis"),
+    (wrong_directions, "connectors/stats.py", "import lmcache"),
     (import_cycles, "vllm_hicache/plan.py", "from vllm_hicache import plan_two"),
     (long_files, "connectors/stats.py", "x = 1\n" * 501),
     (long_files, "tests/run.sh", "true\n" * 501),

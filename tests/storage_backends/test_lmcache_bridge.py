@@ -1,6 +1,9 @@
 """LMCache 0.5.6's own storage, in its own environment, on our stores: nothing here is imitated."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import lmcache_process
 import pytest
@@ -8,6 +11,7 @@ import redis_under_test
 
 pytestmark = [pytest.mark.services, pytest.mark.full, pytest.mark.timeout(1200)]
 
+ROOT = Path(__file__).resolve().parents[2]
 CHUNK_BYTES = 2 * 4 * 256 * 256 * 2
 
 
@@ -191,3 +195,17 @@ def test_a_deleted_chunk_is_gone(opened, tmp_path):
 def test_a_wrong_option_stops_the_start_and_says_what_is_allowed(processes, tmp_path):
     answer = processes[0].ask("open", adapter=adapter(file_store(tmp_path), capasity="1GiB"))
     assert "capasity" in answer["refused"]
+
+
+def test_the_example_does_what_it_says(tmp_path):
+    done = subprocess.run(
+        [lmcache_process.interpreter(), "-P", ROOT / "examples" / "lmcache_bridge.py"],
+        env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    said = [line for line in done.stdout.splitlines() if "LMCache" not in line]
+    text = (ROOT / "docs" / "examples.md").read_text()
+    shown = text.partition("## `examples/lmcache_bridge.py`")[2].partition("```text\n")[2]
+    assert said == shown.partition("```")[0].splitlines()
