@@ -1,8 +1,7 @@
 """The Python `LLM` API with storage: `python examples/offline_llm.py`.
 
-Two engines, each in a process of its own, answer the same prompts one after the other. The second
-has computed nothing yet and finds the pages of the first in storage. Exit status 1: it does not,
-or it says something else.
+Two engines, each in a process of its own, answer the same prompts. The second finds the pages of
+the first in storage. Exit status 1: it does not, or it says something else.
 """
 
 import argparse
@@ -16,6 +15,7 @@ from pathlib import Path
 
 STOCK = "\n".join(f"Shelf {n} holds {n * 37 % 91 + 5} boxes of part {n * 7919}." for n in range(60))
 QUESTIONS = ("Which shelf holds the most boxes?", "Which one holds the fewest?", "How many?")
+PATIENCE = {"exists_timeout_s": 10, "operation_timeout_s": 60, "shutdown_grace_s": 30}
 PAGE_TOKENS = 64
 
 
@@ -33,7 +33,7 @@ def answer(model: str, storage: str) -> tuple[list[str], int, dict[str, int]]:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "host_memory": "256MiB",
-            "storage": {"url": storage, "exists_timeout_s": 10},
+            "storage": {"url": storage, **PATIENCE},
             "page_size": PAGE_TOKENS,
             "min_object_bytes": 1,  # pages of the tiny model are tiny
             "prefetch_policy": "wait_complete",

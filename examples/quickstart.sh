@@ -11,7 +11,8 @@ set -euo pipefail
 
 use_connector '{
     "host_memory": "'${HOST_MEMORY:-512MiB}'",
-    "storage": "file://'$WORK/storage'",
+    "storage": {"url": "file://'$WORK/storage'", "exists_timeout_s": 10, "operation_timeout_s": 60,
+                "shutdown_grace_s": 30},
     "page_size": 64,
     "min_object_bytes": 1,
     "prefetch_policy": "wait_complete"
