@@ -91,8 +91,8 @@ class HiCacheStoragePlugin(StoragePluginInterface):
         self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
     ) -> int:
         """As ``batched_contains``."""
-        found = self._store.find(self._object_names(keys))
-        return _num_leading(await asyncio.wrap_future(found))
+        found = await asyncio.wrap_future(self._store.find(self._object_names(keys)))
+        return _num_leading(found)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Whether the chunk is on its way to the store."""
@@ -169,7 +169,8 @@ class HiCacheStoragePlugin(StoragePluginInterface):
     ) -> list[MemoryObj]:
         """The leading verified chunks."""
         things, future = self._load(keys)
-        answers = _settled(things, await asyncio.wrap_future(future))
+        outcomes = await asyncio.wrap_future(future)
+        answers = _settled(things, outcomes)
         leading = list(itertools.takewhile(lambda thing: thing is not None, answers))
         for thing in answers[len(leading) :]:
             if thing is not None:
