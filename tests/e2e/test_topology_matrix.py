@@ -198,3 +198,25 @@ def test_the_bytes_that_storage_served_are_those_of_the_pages(run: Run) -> None:
 
 def test_nothing_is_left_of_any_request(run: Run) -> None:
     assert run.problems == []
+
+
+@pytest.mark.full
+def test_an_engine_whose_workers_hold_half_an_object_does_not_start(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Both workers compute the refusal; the engine ends instead of waiting for either."""
+    options, env = workers(2, 1)
+    specification = {
+        "model": str(tiny_llama()),
+        "storage": {"url": f"file://{tmp_path}/store"},
+        "extra": {"storage_head_partition": 2},
+        "options": options,
+        "name": "tp2",
+        "reads": [],
+        "writes": True,
+        "lengths": LENGTHS,
+    }
+    says = "heads per group must divide the model's 2 KV heads and this worker's 1, got 2"
+    with pytest.raises(AssertionError, match=says):
+        run_script("topology_steps.py", specification, tmp_path, env)
+    assert not (tmp_path / "store").exists()
