@@ -35,9 +35,7 @@ class ControlServer:
     Without a token every command is refused.
     """
 
-    def __init__(
-        self, address: ControlAddress, token: str | None, control: StorageControl
-    ) -> None:
+    def __init__(self, address: ControlAddress, token: str | None, control: StorageControl) -> None:
         self._address = address
         self._token = token
         self._control = control
