@@ -8,7 +8,7 @@ import pytest
 from vllm_hicache.connectors.model_geometry import RANDOM_EPOCH, model_geometry
 from vllm_hicache.errors import ConfigError
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.services, pytest.mark.vllm]
 
 TRANSFER = {
     "kv_connector": "HiCacheConnector",

@@ -13,7 +13,7 @@ from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.connectors import vllm_view
 from vllm_hicache.errors import ConfigError
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.services, pytest.mark.vllm]
 
 STORAGE = {"storage": "file:///nowhere", "min_object_bytes": 1, "page_size": 64}
 

@@ -12,6 +12,8 @@ from vllm_hicache.storage_backends.lmcache_names import ChunkLayout, ChunkNames
 from vllm_hicache.storage_backends.lmcache_options import BridgeOptions
 from vllm_hicache.testing import Fault, FaultFile
 
+pytestmark = pytest.mark.services
+
 NAMES = ChunkNames("server", "")
 CHUNK_BYTES = 2 * 1024 * 1024
 PATIENCE_S = 30

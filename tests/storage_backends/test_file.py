@@ -27,6 +27,8 @@ from vllm_hicache.storage_backends.conformance import (
 )
 from vllm_hicache.storage_backends.file import FileBackend
 
+pytestmark = pytest.mark.services
+
 MIB = 1024 * 1024
 
 WRITER = """
