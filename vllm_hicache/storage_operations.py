@@ -245,6 +245,9 @@ class FetchOperation(_StorageOperation):
         self.stop("deadline")
 
     def stop(self, reason: FetchReason) -> None:
+        if reason == "cancelled" and self.num_stalled and not self._num_leading:
+            # Nobody waits for it any longer: unless that counts, every request waits like this.
+            self.fail_stalled_calls("nothing arrived before it was given up", reason)
         if not self.is_settled:
             self._settle(FetchSettled(self.op, self._num_leading, reason))
             self.cancel_calls()

@@ -61,6 +61,8 @@ class OperationTable:
         self._fetch_lane = lane(_pages_at_once(config.storage.read_concurrency, pages))
         self._persist_lane = lane(_pages_at_once(config.storage.write_concurrency, pages))
         self._lanes = (self._exists_lane, self._fetch_lane, self._persist_lane)
+        # Of its own: a server that answers questions may still hang in reads.
+        self._exists_breaker = breaker("questions")
         self._read_breaker = breaker("reads")
         self._write_breaker = breaker("writes")
         self._reads: dict[int, ExistsOperation | FetchOperation] = {}
@@ -143,7 +145,8 @@ class OperationTable:
 
     def gauges(self) -> dict[str, float]:
         """Current levels, by the names of the metrics."""
-        is_closed = self._read_breaker.is_closed and self._write_breaker.is_closed
+        breakers = (self._exists_breaker, self._read_breaker, self._write_breaker)
+        is_closed = all(breaker.is_closed for breaker in breakers)
         is_working = is_closed and self.is_open
         return {
             "breaker_open": 1.0 if self._is_attached and not is_working else 0.0,
@@ -179,7 +182,7 @@ class OperationTable:
     def _begin(self, command: Exists | Fetch | Persist) -> None:
         match command:
             case Exists():
-                exists = ExistsOperation(command, self._around, self._read_breaker)
+                exists = ExistsOperation(command, self._around, self._exists_breaker)
                 self._begin_read(exists, self._exists_lane)
             case Fetch():
                 fetch = FetchOperation(command, self._around, self._read_breaker)
@@ -191,7 +194,8 @@ class OperationTable:
         self._reads[read.op] = read
         if self._num_drains:
             read.stop("cancelled")
-        elif self._is_refused(self._read_breaker):
+        # While pages cannot be read, nobody needs to know which there are.
+        elif self._is_refused(self._read_breaker) or self._is_refused(read.breaker):
             read.stop("unavailable")
         else:
             lane.add(read)

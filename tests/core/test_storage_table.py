@@ -38,6 +38,15 @@ async def _open_read_breaker(desk) -> None:
     assert desk.table.gauges()["breaker_open"] == 1.0
 
 
+async def _open_exists_breaker(desk) -> None:
+    await desk.stored(4)
+    desk.faults.faults = (Fault(operation="contains", fails=True),)
+    for op in range(1, 6):
+        assert (await desk.exists_answer(op, range(4))).reason == "unavailable"
+    desk.faults.faults = ()
+    assert desk.table.gauges()["breaker_open"] == 1.0
+
+
 async def test_while_the_read_breaker_is_open_reads_are_refused_at_once(make_desk):
     desk = make_desk(breaker_backoff_s=60)
     await _open_read_breaker(desk)
@@ -88,13 +97,13 @@ async def test_a_failed_probe_waits_twice_as_long(make_desk):
     desk = make_desk(breaker_backoff_s=0.05)
     await _open_read_breaker(desk)
     await asyncio.sleep(0.06)
-    desk.faults.faults = (Fault(operation="contains", fails=True),)
-    assert not (await desk.exists_answer(20, range(4))).ok
+    desk.faults.faults = (Fault(operation="read", fails=True),)
+    assert (await desk.fetched(20, range(4))).reason == "unavailable"
     desk.faults.faults = ()
     await asyncio.sleep(0.06)
-    assert (await desk.exists_answer(21, range(4))).reason == "unavailable"
+    assert (await desk.fetched(21, range(4))).reason == "unavailable"
     await asyncio.sleep(0.05)
-    assert (await desk.exists_answer(22, range(4))).ok
+    assert (await desk.fetched(22, range(4))).reason == "complete"
 
 
 async def test_a_probe_that_is_cancelled_leaves_the_next_one_free(make_desk):
@@ -148,7 +157,7 @@ async def test_questions_that_are_answered_late_do_not_open_the_breaker(make_des
 
 async def test_a_probe_without_an_answer_waits_twice_as_long(make_desk):
     desk = make_desk(breaker_backoff_s=0.1, stall_s=0.02)
-    await _open_read_breaker(desk)
+    await _open_exists_breaker(desk)
     await asyncio.sleep(0.11)
     desk.faults.faults = (Fault(operation="contains", hangs=True),)
     assert (await desk.exists_answer(20, range(4), deadline_s=0.01)).reason == "deadline"
@@ -183,6 +192,35 @@ async def test_fetches_that_get_nothing_before_their_deadlines_open_the_breaker(
         await desk.wait_for(FetchSettled(op, 0, "deadline"))
     desk.fetch(10, range(4))
     assert desk.of(10)[0] == FetchSettled(10, 0, "unavailable")
+
+
+async def test_given_up_fetches_open_the_breaker_though_questions_are_answered(make_desk):
+    desk = make_desk(breaker_backoff_s=60)
+    await desk.stored(4)
+    desk.faults.faults = (Fault(operation="read", hangs=True),)
+    for op in range(1, 6):
+        assert (await desk.exists_answer(100 + op, range(4))).ok
+        desk.fetch(op, range(4))
+        await asyncio.sleep(0.04)  # twice as long as a call that stalls
+        desk.table.handle(Cancel(op))
+        await desk.wait_for(FetchSettled(op, 0, "cancelled"))
+    assert desk.table.gauges()["breaker_open"] == 1.0
+    desk.fetch(10, range(4))
+    assert desk.of(10)[0] == FetchSettled(10, 0, "unavailable")
+    assert (await desk.exists_answer(110, range(4))).reason == "unavailable"
+
+
+async def test_fetches_that_are_given_up_soon_do_not_open_the_breaker(make_desk):
+    desk = make_desk(breaker_backoff_s=60, stall_s=5)
+    await desk.stored(4)
+    desk.faults.faults = (Fault(operation="read", delay_s=0.1),)
+    for op in range(1, 8):
+        desk.fetch(op, range(4))
+        await asyncio.sleep(0.005)
+        desk.table.handle(Cancel(op))
+        await desk.wait_for(FetchSettled(op, 0, "cancelled"))
+    desk.faults.faults = ()
+    assert (await desk.fetched(20, range(4))).reason == "complete"
 
 
 async def test_one_hanging_object_among_good_ones_does_not_open_the_breaker(make_desk):
