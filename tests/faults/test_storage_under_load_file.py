@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from live_server import faulty_url, stored_files
@@ -12,6 +13,8 @@ from storage_episode import engine, suffer
 from vllm_hicache.testing import Fault
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm, pytest.mark.full]
+
+TMPFS = 'mount -t tmpfs -o size=64m none "$0" && exec "$@"'
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +106,40 @@ def test_files_that_are_deleted_between_query_and_read(control, healthy, store):
     episode.check()
     assert episode.grew("fetch_ended_total{reason=missing}") > 0
     assert episode.grew("corrupt_objects_total") == 0
+
+
+def test_a_full_disk(control, tiny_llama, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    storage = {"url": f"file://{disk}/store", "min_free": "4MiB"}
+    prefix = ["unshare", "-rm", "sh", "-ec", TMPFS, str(disk)]
+    with engine(tiny_llama(), tmp_path, storage, prefix=prefix) as server:
+        server.wait_until_healthy()
+        seen = Path(f"/proc/{server.process.pid}/root{disk}")
+        episode = suffer("full disk", control, server, filled(seen))
+    episode.check()
+    assert episode.grew("writes_refused_total") > 0
+    assert episode.grew("persist_dropped_tokens_total{reason=full}") > 0
+
+
+@contextlib.contextmanager
+def filled(disk):
+    """Somebody else removes all objects and takes every byte that gets free."""
+    path = disk / "others"
+    ended = threading.Event()
+
+    def fill() -> None:
+        for stored in stored_files(disk):
+            stored.unlink(missing_ok=True)
+        with path.open("wb", buffering=0) as filler:
+            while not ended.wait(0.01):
+                with contextlib.suppress(OSError):
+                    while True:
+                        filler.write(bytes(1 << 16))
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
+    path.unlink()
