@@ -50,7 +50,8 @@ def tiny_llama() -> Callable[..., Path]:
         label = "-".join(f"{key}{value}" for key, value in sorted(options.items())) or "default"
         folder = CACHE / "models" / edition / f"llama-{label}"
         arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        subprocess.run([sys.executable, script, folder, *arguments], check=True)
+        if not folder.exists():  # it appears whole
+            subprocess.run([sys.executable, script, folder, *arguments], check=True)
         return folder
 
     return write
