@@ -11,6 +11,7 @@ from vllm_hicache.connectors import vllm_view
 from vllm_hicache.connectors.device_blocks import PoolReferences, drain_before_reset
 from vllm_hicache.connectors.events import PageEvents
 from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello
+from vllm_hicache.connectors.request_hints import HintReader
 from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
 from vllm_hicache.control_address import ControlAddress
@@ -82,6 +83,7 @@ class SchedulerSide:
         self._last_output = 0.0
         self._storage_tokens: dict[str, tuple[int, int]] = {}
         self.metrics = Metrics()
+        self._hints = HintReader(self.metrics)
         self._activity = ActivityLine(
             self.metrics, interval_s=config.log_interval_s, clock=time.monotonic
         )
@@ -226,7 +228,14 @@ class SchedulerSide:
         make_note = self._events.blocks_of_page if self._events is not None else None
         tokens = RequestTokens(request, self._config.page_size, make_note)
         skips = bool(request.skip_reading_prefix_cache)
-        state = RequestState(tokens, may_load=not skips, why_not="skip_reading" if skips else "")
+        hints = self._hints.read(request.kv_transfer_params)
+        state = RequestState(
+            tokens,
+            may_load=hints.load and not skips,
+            why_not="skip_reading" if skips else "not_wanted",
+            may_save=hints.store,
+            priority=hints.priority,
+        )
         self._requests[request.request_id] = state
         self._settle_storage()
         self.planner.add_request(state, time.monotonic())

@@ -66,9 +66,10 @@ class HostTier:
                 raise InvariantBroken(f"slot {slot} freed by an operation that does not own it")
             self.slots.release(slot)
 
-    def touch(self, page: HostPage) -> None:
-        """Record a use. Ancestors inherit it when their last child leaves."""
+    def touch(self, page: HostPage, priority: int = 0) -> None:
+        """Record a use. Ancestors inherit it, and the priority, when their last child leaves."""
         self._use(page)
+        page.priority = max(page.priority, priority)
 
     def pin(self, pages: Iterable[HostPage]) -> None:
         for page in pages:
@@ -138,6 +139,7 @@ class HostTier:
         if parent is not None:
             parent.last_use = max(parent.last_use, page.last_use)
             parent.num_uses = max(parent.num_uses, page.num_uses)
+            parent.priority = max(parent.priority, page.priority)
             self._queue.offer(parent)
 
     def _remove(self, page: HostPage) -> None:

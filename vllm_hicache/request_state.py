@@ -46,6 +46,9 @@ class RequestState:
     may_load: bool = True
     why_not: str = ""
     """Reason in the ledger where ``may_load`` is False."""
+    may_save: bool = True
+    priority: int = 0
+    """Of its pages in host; with the policy ``priority`` lower ones leave first."""
     block_ids: list[int] = field(default_factory=list)
     """Device blocks in token order, as far as they were allocated."""
     num_saved_pages: int = 0

@@ -28,6 +28,7 @@ class _Save:
     block_ids: tuple[int, ...]
     copies: CopyList
     notes: tuple[object, ...]
+    priority: int
     doubts: tuple[RunningLoad, ...]
     """Loads that its bytes were computed on top of and that were not acknowledged then."""
     started_at: float
@@ -119,8 +120,14 @@ class Saves:
             return
         hashes = state.tokens.page_hashes(last)
         first = self._host.index.match(hashes, last)
+        if not state.may_save:
+            skipped = last - max(first, state.num_saved_pages)
+            self._metrics.count("save_skipped_tokens", skipped * self._page_size, "not_wanted")
+            state.num_saved_pages = last
+            return
         if first and not state.num_saved_pages:
-            self._host.touch(self._host.index.pages_of(hashes[first - 1 : first])[0])
+            used = self._host.index.pages_of(hashes[first - 1 : first])[0]
+            self._host.touch(used, state.priority)
         while first < last and hashes[first] in self._in_flight:
             first += 1
         state.num_saved_pages = last
@@ -169,6 +176,7 @@ class Saves:
             block_ids=tuple(block_ids),
             copies=copies,
             notes=tuple(state.tokens.note(first + i) for i in range(len(slots))),
+            priority=state.priority,
             doubts=doubts,
             started_at=now,
         )
@@ -234,6 +242,7 @@ class Saves:
             page = self._host.publish(page_hash, parent_hash, slot)
             if page is not None:
                 page.note = note
+                page.priority = save.priority
                 published.append(page)
             parent_hash = page_hash
         self._metrics.count("saved_tokens", len(published) * self._page_size)

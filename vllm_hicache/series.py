@@ -28,10 +28,11 @@ UNSERVED_REASONS = (
     "cap",
     "load_failed",
     "skip_reading",
+    "not_wanted",
     "device_covered",
     "below_minimum",
 )
-SAVE_SKIPPED_REASONS = ("host_full", "chain_broken", "copy_failed", "reset")
+SAVE_SKIPPED_REASONS = ("host_full", "chain_broken", "copy_failed", "not_wanted", "reset")
 PERSIST_DROPPED_REASONS = ("backlog", "full", "unavailable", "deadline", "cancelled", "reset")
 FETCH_ENDINGS = (
     "complete",
@@ -132,6 +133,7 @@ _EVENTS = (
     _counter("ignored_reports", "Reports for unknown or finished operations."),
     _counter("storage_restarts", "Storage processes that died and were started again."),
     _counter("resets", "Cache resets."),
+    _counter("bad_hints", "Requests whose hints were not understood, and not followed."),
     _counter(
         "near_misses",
         "Warnings that storage hit nothing and holds pages under an almost equal namespace.",

@@ -208,6 +208,44 @@ def test_prompt_logprobs_use_no_hit_and_are_right(engine: Engine) -> None:
     assert np.allclose(*values, atol=COLD_TOLERANCE)
 
 
+def hinted(**hints: object) -> dict[str, object]:
+    return {"extra_args": {"kv_transfer_params": {"hicache": hints}}}
+
+
+def test_a_request_that_asks_not_to_be_stored_leaves_nothing(engine: Engine) -> None:
+    prompt = prompt_of("not stored", 4 * PAGE + 1)
+    before = engine.counters()
+    cold = engine.ask([prompt], **hinted(store=False))
+    engine.settle()
+    engine.reset_device()
+    again = engine.ask([prompt])
+    engine.settle()
+    counted = difference(engine.counters(), before)
+    assert [a.cached for a in (*cold, *again)] == [0, 0]
+    assert counted["save_skipped_tokens/not_wanted"] == 4 * PAGE
+    assert counted["saved_tokens"] == 4 * PAGE  # of the second one
+    assert_same(again, cold)
+
+
+def test_a_request_that_asks_not_to_load_computes_its_prompt(engine: Engine) -> None:
+    prompt = prompt_of("not loaded", 4 * PAGE + 1)
+    cold = engine.ask([prompt])
+    engine.settle()
+    engine.reset_device()
+    before = engine.counters()
+    asked = engine.ask([prompt], **hinted(load=False))
+    engine.settle()
+    engine.reset_device()
+    loaded = engine.ask([prompt], **hinted(laod=False))  # not understood: not followed
+    engine.settle()
+    counted = difference(engine.counters(), before)
+    assert [a.cached for a in (*asked, *loaded)] == [0, 4 * PAGE]
+    assert counted["unserved_tokens/not_wanted"] == 4 * PAGE
+    assert counted["bad_hints"] == 1
+    assert_same(asked, cold)
+    assert_same(loaded, cold, COLD_TOLERANCE)
+
+
 # What is kept apart ----------------------------------------------------------------------------
 
 

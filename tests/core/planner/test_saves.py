@@ -8,6 +8,7 @@ from vllm_hicache.loads import DOUBT_STEPS
 from vllm_hicache.plan import Direction
 from vllm_hicache.progress import WorkerProgress
 from vllm_hicache.saves import MAX_PAGES_PER_SAVE
+from vllm_hicache.storage_messages import Persist
 from vllm_hicache.tiers import SlotOwner
 
 TOKENS = list(range(100, 140))
@@ -346,3 +347,54 @@ def test_a_synchronous_load_is_doubted_as_soon_as_one_worker_has_failed():
     rig.finish_loads(workers=[1])
     rig.finish_saves()
     assert rig.in_host(state) == 0
+
+
+# Hints ------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_asks_not_to_be_stored_leaves_nothing_in_host():
+    rig = Rig(has_storage=True)
+    state = rig.request("a", TOKENS[:12], may_save=False)
+    rig.compute(state, 12)
+    assert rig.plan().saves == ()
+    assert len(rig.planner.host.index) == 0
+    assert rig.total("save_skipped_tokens/not_wanted") == 12
+    assert rig.channels.count(Persist) == 0
+
+
+def test_it_takes_what_others_stored_and_counts_only_what_is_not_there():
+    rig = Rig()
+    rig.fill_host(TOKENS[:8])
+    state = rig.request("a", TOKENS[:13], may_save=False)
+    assert rig.match(state).num_tokens == 8
+    rig.compute(state, 13)
+    assert rig.total("save_skipped_tokens/not_wanted") == 4
+    assert len(rig.planner.host.index) == 2
+
+
+def test_pages_have_the_priority_of_their_request_and_lower_ones_leave_first():
+    rig = Rig(num_slots=4, eviction="priority")
+    rig.fill_host(TOKENS[:8], priority=5)
+    rig.fill_host([200 + i for i in range(8)])
+    rig.fill_host([300 + i for i in range(8)])
+    kept = rig.request("again", TOKENS[:9])
+    assert rig.match(kept).num_tokens == 8
+
+
+def test_a_request_of_higher_priority_raises_that_of_pages_it_uses():
+    rig = Rig(num_slots=4, eviction="priority")
+    rig.fill_host(TOKENS[:8])
+    rig.compute(rig.request("important", TOKENS[:9], priority=5), 9)
+    rig.fill_host([200 + i for i in range(8)], priority=1)
+    rig.fill_host([300 + i for i in range(8)], priority=1)
+    assert rig.match(rig.request("again", TOKENS[:9])).num_tokens == 8
+
+
+def test_a_page_whose_child_leaves_inherits_its_priority():
+    rig = Rig(num_slots=4, eviction="priority")
+    rig.fill_host(TOKENS[:8])
+    rig.compute(rig.request("important", TOKENS[:9], priority=5), 9)  # raises the last page
+    rig.fill_host([200 + i for i in range(8)], priority=9)
+    rig.fill_host([300 + i for i in range(4)], priority=3)  # the last page leaves
+    rig.fill_host([400 + i for i in range(4)], priority=9)  # the one of priority 3 leaves
+    assert rig.match(rig.request("again", TOKENS[:9])).num_tokens == 4

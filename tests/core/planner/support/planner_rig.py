@@ -170,9 +170,13 @@ class Rig:
         blocks = self.new_blocks(num_local + match.num_tokens)
         return self.planner.begin_load(state, match.num_tokens, blocks, self.now)
 
-    def fill_host(self, token_ids: Sequence[int], name: str = "writer") -> RequestState:
+    def fill_host(
+        self, token_ids: Sequence[int], name: str = "writer", *, priority: int = 0
+    ) -> RequestState:
         """Bring the whole pages of these tokens to host, by a request that then ends."""
-        state = self.request(name, token_ids, may_load=False, why_not="skip_reading")
+        state = self.request(
+            name, token_ids, may_load=False, why_not="skip_reading", priority=priority
+        )
         self.compute(state, len(token_ids))
         self.plan()
         self.finish_saves()
