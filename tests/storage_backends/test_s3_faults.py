@@ -245,13 +245,15 @@ async def test_server_that_ignores_ranges_serves_whole_objects_only(s3, opened):
         await read_one(backend, 2, 6 * MIB)
 
 
-async def test_upload_that_fails_leaves_no_parts(s3, opened, moto_server):
+async def test_upload_that_fails_leaves_no_parts(s3, opened, moto_server, tmp_path):
     backend = await opened(part_size="5MiB")
     s3.fail(Fault(500), "PUT", matches=lambda request: "partNumber=2" in request.raw_path)
     with pytest.raises(BackendUnavailable):
         await backend.write([object_write(1, 12 * MIB)])
     await backend.close()
-    uploads = moto_server.client().list_multipart_uploads(Bucket=s3_servers.BUCKET)
+    # Killed writers of other tests have left parts in the same bucket.
+    ours = {"Bucket": s3_servers.BUCKET, "Prefix": s3_servers.prefix_of(tmp_path)}
+    uploads = moto_server.client().list_multipart_uploads(**ours)
     assert uploads.get("Uploads", []) == []
     assert s3.methods().count("DELETE") == 1
 
