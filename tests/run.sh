@@ -38,13 +38,11 @@ if [ "$TIER" = push ]; then
         printf 'units took %d s, they should take at most %d s\n' "$PART_S" "$UNIT_LIMIT_S"
     fi
     part services "services and not e2e and not full"
-    part engines "e2e and not alone and not full" -n 2 --dist loadfile
-    part timed "e2e and alone and not full"
+    part engines "e2e and not full"
     "$PY" tests/run_summary.py "${LOGS[@]}"
 else
     part units "not e2e and not services" -n 2 --hypothesis-profile=full
     part services "services and not e2e" --hypothesis-profile=full
-    part engines "e2e and not alone" -n 2 --dist loadfile
-    part timed "e2e and alone"
+    part engines "e2e"
     "$PY" tests/run_summary.py --report docs/test-report.md "${LOGS[@]}"
 fi

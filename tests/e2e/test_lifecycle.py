@@ -21,7 +21,7 @@ from live_server import (
 
 from vllm_hicache.testing import Fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 EXIT_LIMIT_S = 10.0
 OBJECTS_PER_PAGE = 2

@@ -19,7 +19,7 @@ from live_server import (
 
 from vllm_hicache.series import SERIES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, heads, head size, float32
 OBJECTS_PER_PAGE = 2  # heads are split for tensor parallelism

@@ -14,7 +14,7 @@ from vllm_hicache import cli
 sys.path.append(str(Path(__file__).parents[1] / "storage_backends" / "support"))
 from redis_under_test import RedisProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm, pytest.mark.full]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.full]
 
 NUM_REQUESTS, NUM_PROMPTS = 200, 20
 NUM_TOKENS, NUM_OUTPUT = 4 * PAGE + 5, 96

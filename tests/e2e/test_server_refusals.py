@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from live_server import OPTIONS, LiveServer, server_command, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 REFUSAL_LIMIT_S = 60.0  # on idle cores
 SECRET = "hunter2-is-no-password"

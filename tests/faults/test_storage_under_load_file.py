@@ -12,7 +12,7 @@ from storage_episode import engine, suffer
 
 from vllm_hicache.testing import Fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm, pytest.mark.full]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.full]
 
 TMPFS = 'mount -t tmpfs -o size=64m none "$0" && exec "$@"'
 

@@ -9,7 +9,7 @@ from proxies import Proxy
 from redis_under_test import RedisProcess
 from storage_episode import engine, suffer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 PASSWORD = "correct-horse-battery-staple"
 WRONG_PASSWORD = "swordfish-in-a-barrel"

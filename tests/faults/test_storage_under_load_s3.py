@@ -9,7 +9,7 @@ from s3_behind_proxy import S3BehindProxy
 from s3_faults import Fault
 from storage_episode import engine, suffer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.vllm, pytest.mark.full]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.full]
 
 WRONG_SECRET = "swordfish-in-a-barrel"
 DEADLINE_S = 2.0
