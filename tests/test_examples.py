@@ -199,6 +199,7 @@ def test_the_offline_engine_restores_from_a_backend_of_ones_own(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
+@pytest.mark.full
 def test_a_conversation_moves_from_tensor_to_pipeline_parallelism():
     _check_move(_run_example("bash", EXAMPLES / "s3_shared_cache.sh", TOPOLOGIES="2x1 1x2"), 2)
 
