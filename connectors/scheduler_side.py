@@ -91,7 +91,7 @@ class SchedulerSide:
         self._identity = vllm_view.weights_identity(vllm_config, config)
         self._epoch = "" if self._identity else token_hex(8)
         logger.info("HiCache configuration: %s", config.describe())
-        if config.storage is not None and self._identity is None:
+        if config.initial_storage is not None and self._identity is None:
             logger.warning(
                 "HiCache: the weights cannot be identified, so stored pages are not found again "
                 "after a restart; set weights_id to say what they are"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -35,7 +36,7 @@ _TOTALS = (
 )
 
 
-class BlockingBackend:
+class BlockingBackend(ABC):
     """Override `connect`, `length`, `get`, `put`, `remove` and `names`; all run in one thread."""
 
     name = "blocking"
@@ -59,31 +60,32 @@ class BlockingBackend:
 
     # What a subclass says -------------------------------------------------------------------------
 
+    @abstractmethod
     def connect(self) -> None:
         """Make the store ready for the calls below, here or in any other process."""
 
-    def disconnect(self) -> None:
+    def disconnect(self) -> None:  # noqa: B027 (a store may have nothing to let go of)
         """Let go of what `connect` took."""
 
+    @abstractmethod
     def length(self, name: str) -> int | None:
         """Bytes of the object of this name; None without one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get(self, name: str) -> bytes | None:
         """The whole object; None without one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, name: str, data: bytes) -> bool:
         """Store or replace an object so that all of it is seen or nothing; False without room."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove(self, name: str) -> bool:
         """Remove an object; False without one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def names(self, part: str) -> Iterable[str]:
         """Names of all objects that have this part in their name."""
-        raise NotImplementedError
 
     # What every backend promises ------------------------------------------------------------------
 

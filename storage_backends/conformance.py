@@ -4,6 +4,9 @@
         def open_for_test(self, place):
             return MyBackend(place)
 
+        def writer_program(self, place):
+            return None  # where processes share the store: a program that writes to it
+
 Needs pytest with pytest-asyncio in its automatic mode. Third-party backends may use it.
 """
 
@@ -16,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -80,22 +84,22 @@ async def assert_reads_back(backend: StorageBackend, *writes: ObjectWrite) -> No
         assert read.payload == write.payload
 
 
-class StorageBackendTests:
-    """Inherit, and override `open_for_test`; `writer_program` too unless it holds already."""
+class StorageBackendTests(ABC):
+    """Inherit, and say where backends come from; without that a suite does not even start."""
 
     large_bytes = 64 * _MIB
 
+    @abstractmethod
     def open_for_test(self, place: Path) -> StorageBackend:
         """A new backend object for a place that is empty at the start of each test."""
-        raise NotImplementedError
 
+    @abstractmethod
     def writer_program(self, place: Path) -> str | None:
         """Source of a program that stores `object_write(7, large_bytes)` over and over.
 
         It prints one line before its first write. None where a backend cannot be shared by
         processes.
         """
-        raise NotImplementedError
 
     @asynccontextmanager
     async def opened(self, place: Path) -> AsyncIterator[StorageBackend]:

@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_hicache.config import HiCacheConfig
+from vllm_hicache.config import StorageConfig
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.storage_backends.conformance import StorageBackendTests
 from vllm_hicache.storage_backends.registry import open_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm_hicache.storage import StorageBackend
 
 PLACE = "{place}"
@@ -32,7 +34,7 @@ from vllm_hicache.storage_backends.conformance import object_write
 from vllm_hicache.storage_backends.conformance_run import backend_at
 
 async def main():
-    backend = backend_at({url!r})
+    backend = backend_at({storage!r})
     await backend.open()
     write = object_write(7, {num_bytes})
     print("writing", flush=True)
@@ -44,16 +46,19 @@ asyncio.run(main())
 """
 
 
-def backend_at(url: str) -> StorageBackend:
-    """What an engine makes of a storage URL, not yet open.
+def backend_at(storage: str | Mapping[str, object]) -> StorageBackend:
+    """What an engine makes of a storage URL or table of options, not yet open.
 
     Raises:
-        ConfigError: The URL names nothing.
+        ConfigError: It names nothing, or something that cannot be.
     """
-    config = HiCacheConfig.parse({"storage": url}, {}).storage
-    if config is None:
-        raise ConfigError("no storage is named")
+    config = StorageConfig.parse({"url": storage} if isinstance(storage, str) else storage)
     return open_backend(config.url, config)
+
+
+def writer_program(storage: str | Mapping[str, object], num_bytes: int) -> str:
+    """What `StorageBackendTests.writer_program` returns; it imports what this process can."""
+    return _WRITER.format(path=sys.path, storage=storage, num_bytes=num_bytes)
 
 
 class UrlTests(StorageBackendTests):
@@ -66,9 +71,8 @@ class UrlTests(StorageBackendTests):
         return backend_at(self.url.replace(PLACE, str(place)))
 
     def writer_program(self, place: Path) -> str:
-        """A program that imports what this one can."""
-        url = self.url.replace(PLACE, str(place))
-        return _WRITER.format(path=sys.path, url=url, num_bytes=self.large_bytes)
+        """A program for the same place."""
+        return writer_program(self.url.replace(PLACE, str(place)), self.large_bytes)
 
 
 def check_backend(url: str) -> int:

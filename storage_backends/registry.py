@@ -119,6 +119,8 @@ def _from_class(
         found = load()
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{what} cannot be imported: {error}") from error
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(f"{what} lacks {', '.join(missing)}")
     backend: StorageBackend = found.from_url(url, config)
     return backend
 

@@ -375,10 +375,11 @@ class Planner:
         persists, prefetcher, link = self.persists, self.prefetcher, self.link
         if persists is None or prefetcher is None or link is None:
             return
-        if link.is_other_storage(worker_id, up):
+        if link.note_storage(worker_id, up):
             persists.change_storage()
             self.num_storage_changes += 1
         if up.times is not None:
+            link.grace_s = up.times.grace_s
             persists.use_times(up.times)
             prefetcher.use_times(up.times)
         persists.regain_worker(worker_id, now)

@@ -99,13 +99,11 @@ class StorageLink:
         """Whether every worker's storage process can be reached, with a storage or without."""
         return len(self._reached) == self.world_size
 
-    def is_other_storage(self, worker_id: int, up: ChannelUp) -> bool:
-        """Whether this worker's storage, or that it has none, is a change; asked once an event.
+    def note_storage(self, worker_id: int, up: ChannelUp) -> bool:
+        """Note which storage this worker has now; whether that is a change.
 
         What was stored in the former one need not be in this one.
         """
-        if up.times is not None:
-            self.grace_s = up.times.grace_s
         before = self._attachments.get(worker_id, up.attachment)
         self._attachments[worker_id] = up.attachment
         return before != up.attachment

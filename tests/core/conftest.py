@@ -4,6 +4,7 @@ import asyncio
 import mmap
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +34,10 @@ from vllm_hicache.storage_process_config import StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 from vllm_hicache.storage_table import OperationTable
 from vllm_hicache.testing import FaultFile, FaultList, FaultyBackend, MemoryBackend
+
+SUPPORT = str(Path(__file__).resolve().parent / "support")
+if SUPPORT not in sys.path:
+    sys.path.insert(0, SUPPORT)
 
 NAMESPACE = "hc1-0123456789abcdef"
 FAULTY = "plugin://vllm_hicache.testing/FaultyBackend"

@@ -7,12 +7,12 @@ import sys
 from importlib import metadata
 
 import pytest
+from sample_namespace import SAMPLE
 
 from vllm_hicache import __version__, doctor_host
 from vllm_hicache.cli import main
 from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.doctor_report import DoctorReport
-from vllm_hicache.keys import Namespace
 from vllm_hicache.namespace_records import encode_record
 from vllm_hicache.testing import MemoryBackend
 
@@ -197,23 +197,7 @@ def test_a_store_that_spoils_bytes_fails(capsys, monkeypatch):
 
 
 def test_namespaces_of_the_store_are_listed(capsys, tmp_path):
-    namespace = Namespace(
-        model_id="LlamaForCausalLM",
-        weights="given:tiny",
-        dtype="bfloat16",
-        kv_scales="none",
-        page_size=64,
-        rope="rope-1",
-        group_kind="full_attention",
-        window=0,
-        total_kv_heads=8,
-        heads_per_group=1,
-        layer_partition=0,
-        k_row_bytes=256,
-        v_row_bytes=256,
-        token_packing="rows",
-        epoch="",
-    )
+    namespace = SAMPLE
     folder = tmp_path / "namespaces"
     folder.mkdir()
     (folder / f"{namespace.digest}.json").write_bytes(encode_record(namespace))

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from sample_namespace import SAMPLE
 
 from vllm_hicache.keys import Namespace
 from vllm_hicache.metrics import Metrics
@@ -20,23 +21,7 @@ from vllm_hicache.namespace_records import (
 from vllm_hicache.near_miss_notice import NearMissNotice
 from vllm_hicache.storage import MAX_RECORD_BYTES
 
-OWN = Namespace(
-    model_id="LlamaForCausalLM",
-    weights="commit:0123;dtype=torch.bfloat16;quantization=None",
-    dtype="bfloat16",
-    kv_scales="none",
-    page_size=64,
-    rope="rope-1",
-    group_kind="full_attention",
-    window=0,
-    total_kv_heads=8,
-    heads_per_group=1,
-    layer_partition=0,
-    k_row_bytes=256,
-    v_row_bytes=256,
-    token_packing="rows",
-    epoch="",
-)
+OWN = msgspec.structs.replace(SAMPLE, weights="commit:0123;dtype=torch.bfloat16;quantization=None")
 CHANGES = {
     "format_version": 9,
     "model_id": "QwenForCausalLM",

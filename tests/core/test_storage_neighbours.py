@@ -4,9 +4,9 @@ import asyncio
 
 import msgspec
 import pytest
+from sample_namespace import SAMPLE
 
 from vllm_hicache.errors import BackendUnavailable
-from vllm_hicache.keys import Namespace
 from vllm_hicache.namespace_records import encode_record
 from vllm_hicache.storage import WriteOutcome
 from vllm_hicache.storage_messages import (
@@ -21,23 +21,7 @@ from vllm_hicache.storage_messages import (
 from vllm_hicache.storage_neighbours import RENEW_S, RETRY_S, Neighbours
 from vllm_hicache.testing import MemoryBackend
 
-OWN = Namespace(
-    model_id="LlamaForCausalLM",
-    weights="given:tiny",
-    dtype="bfloat16",
-    kv_scales="none",
-    page_size=64,
-    rope="rope-1",
-    group_kind="full_attention",
-    window=0,
-    total_kv_heads=8,
-    heads_per_group=1,
-    layer_partition=0,
-    k_row_bytes=256,
-    v_row_bytes=256,
-    token_packing="rows",
-    epoch="",
-)
+OWN = SAMPLE
 OTHER = msgspec.structs.replace(OWN, page_size=128)
 MIN_PAGES = 16
 

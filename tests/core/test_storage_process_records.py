@@ -6,8 +6,8 @@ import time
 
 import msgspec
 import pytest
+from sample_namespace import SAMPLE
 
-from vllm_hicache.keys import Namespace
 from vllm_hicache.namespace_records import encode_record
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_link import StorageLink
@@ -24,23 +24,7 @@ from vllm_hicache.storage_messages import (
 
 pytestmark = pytest.mark.services
 
-OWN = Namespace(
-    model_id="LlamaForCausalLM",
-    weights="given:tiny",
-    dtype="bfloat16",
-    kv_scales="none",
-    page_size=64,
-    rope="rope-1",
-    group_kind="full_attention",
-    window=0,
-    total_kv_heads=2,
-    heads_per_group=1,
-    layer_partition=0,
-    k_row_bytes=16,
-    v_row_bytes=16,
-    token_packing="rows",
-    epoch="",
-)
+OWN = SAMPLE
 OTHER = msgspec.structs.replace(OWN, page_size=128)
 MIN_PAGES = 4
 PATIENCE_S = 60.0

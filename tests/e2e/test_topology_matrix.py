@@ -1,7 +1,7 @@
 """Writers x readers x storage services: what one topology stored, every aligned one restores.
 
 A chain of engines, one after the other, on one real store: each reads what all before it wrote and
-writes prompts of its own. A push has one chain for each service, the full tier all 16 pairs on
+writes prompts of its own. A push has a short chain for each service, the full tier all 16 pairs on
 each; there the engine of four workers starts once and reads its own after forgetting them.
 """
 
@@ -59,13 +59,17 @@ def there_and_back(name: str) -> tuple[Life, ...]:
 CHAINS = {
     "file, tp2": there_and_back("tp2"),
     "redis, pp2": there_and_back("pp2"),
+    "s3, tp1": (Life("tp1"), Life("tp1", ["tp1"], writes=False)),
     "s3, tp2-pp2": there_and_back("tp2-pp2"),
     "file, all": WHOLE,
     "redis, all": WHOLE,
     "s3, all": WHOLE,
 }
+IN_FULL = ("s3, tp2-pp2", "file, all", "redis, all", "s3, all")
+"""Engines whose workers wait for storage spin: two cores leave S3 too little beside four of them,
+so that it answers after its deadline now and then."""
 PARAMETERS = [
-    pytest.param(name, marks=[pytest.mark.full] if name.endswith("all") else []) for name in CHAINS
+    pytest.param(name, marks=[pytest.mark.full] if name in IN_FULL else []) for name in CHAINS
 ]
 
 
@@ -161,7 +165,8 @@ def test_the_cells_are_those_that_were_meant(run: Run) -> None:
         assert sorted(pairs) == sorted(product(SIZES, SIZES))
     else:
         other = run.chain.partition(", ")[2]
-        assert pairs == [("tp1", other), (other, "tp1")]
+        there_and_back_again = [("tp1", other), (other, "tp1")]
+        assert pairs == ([("tp1", "tp1")] if other == "tp1" else there_and_back_again)
 
 
 def test_every_reader_restores_what_every_writer_stored(run: Run) -> None:

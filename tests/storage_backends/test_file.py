@@ -25,29 +25,12 @@ from vllm_hicache.storage_backends.conformance import (
     object_read,
     object_write,
 )
+from vllm_hicache.storage_backends.conformance_run import writer_program
 from vllm_hicache.storage_backends.file import FileBackend
 
 pytestmark = pytest.mark.services
 
 MIB = 1024 * 1024
-
-WRITER = """
-import asyncio
-from pathlib import Path
-from vllm_hicache.storage_backends.conformance import object_write
-from vllm_hicache.storage_backends.file import FileBackend
-
-async def main():
-    backend = FileBackend(Path({place!r}))
-    await backend.open()
-    write = object_write(7, {num_bytes})
-    print("writing", flush=True)
-    while True:
-        await backend.write([write])
-        await backend.delete([write.name])
-
-asyncio.run(main())
-"""
 
 
 @asynccontextmanager
@@ -74,7 +57,7 @@ class TestFile(StorageBackendTests):
         return FileBackend(place / "store")
 
     def writer_program(self, place: Path) -> str:
-        return WRITER.format(place=str(place / "store"), num_bytes=self.large_bytes)
+        return writer_program(f"file://{place}/store", self.large_bytes)
 
 
 async def test_folders_and_files_are_private(tmp_path):
@@ -94,7 +77,7 @@ async def test_name_that_is_not_an_objects_is_refused(tmp_path):
 
 async def test_leftovers_of_a_dead_writer_are_removed_at_open(tmp_path):
     child = subprocess.Popen(
-        [sys.executable, "-P", "-c", WRITER.format(place=str(tmp_path), num_bytes=64 * MIB)],
+        [sys.executable, "-P", "-c", writer_program(f"file://{tmp_path}", 64 * MIB)],
         stdout=subprocess.PIPE,
     )
     with child:

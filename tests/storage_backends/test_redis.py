@@ -7,30 +7,12 @@ from proxies import Proxy, server_tls
 from redis_under_test import ACL_RULES, REDIS, backend_of, running, running_cluster
 
 from vllm_hicache.storage_backends.conformance import StorageBackendTests
+from vllm_hicache.storage_backends.conformance_run import writer_program
 from vllm_hicache.storage_backends.redis import RedisBackend
 
 pytestmark = pytest.mark.services
 
 PASSWORD = "swordfish"
-
-WRITER = """
-import asyncio
-from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.storage_backends.conformance import object_write
-from vllm_hicache.storage_backends.registry import open_backend
-
-async def main():
-    config = HiCacheConfig.parse({{"storage": {storage!r}}}, None).storage
-    backend = open_backend(config.url, config)
-    await backend.open()
-    write = object_write(7, {num_bytes})
-    print("writing", flush=True)
-    while True:
-        await backend.write([write])
-        await backend.delete([write.name])
-
-asyncio.run(main())
-"""
 
 
 class RedisTests(StorageBackendTests):
@@ -45,7 +27,7 @@ class RedisTests(StorageBackendTests):
         return backend_of(**self._storage(place))
 
     def writer_program(self, place: Path) -> str:
-        return WRITER.format(storage=self._storage(place), num_bytes=self.large_bytes)
+        return writer_program(self._storage(place), self.large_bytes)
 
 
 class MoreRedisTests(RedisTests):

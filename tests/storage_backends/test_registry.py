@@ -96,3 +96,17 @@ def test_a_class_is_named_by_its_module(tmp_path, monkeypatch):
     config = storage_config("north_wing:Missing")
     with pytest.raises(ConfigError, match="'Missing' of 'north_wing' cannot be imported: module"):
         open_backend(config.url, config)
+
+
+def test_a_class_that_lacks_calls_is_refused_with_their_names(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "south_wing.py").write_text(
+        "from vllm_hicache.storage_backends.blocking import BlockingBackend\n"
+        "class Half(BlockingBackend):\n"
+        "    def get(self, name): ...\n"
+        "    def put(self, name, data): ...\n"
+        "    def length(self, name): ...\n"
+    )
+    config = storage_config("south_wing:Half")
+    with pytest.raises(ConfigError, match="'Half' of 'south_wing' lacks connect, names, remove"):
+        open_backend(config.url, config)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 import s3_servers
+from s3_servers import backend_at
 
-from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import BackendUnavailable, ConfigError
 from vllm_hicache.storage import WriteOutcome
 from vllm_hicache.storage_backends.conformance import (
@@ -15,40 +15,11 @@ from vllm_hicache.storage_backends.conformance import (
     assert_reads_back,
     object_write,
 )
-from vllm_hicache.storage_backends.registry import open_backend
+from vllm_hicache.storage_backends.conformance_run import writer_program
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.usefixtures("s3_credentials")]
 
 MIB = 1024 * 1024
-WRITER = """
-import asyncio
-from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.storage_backends.conformance import object_write
-from vllm_hicache.storage_backends.registry import open_backend
-
-async def main():
-    config = HiCacheConfig.parse({{"storage": {url!r}}}, {{}}).storage
-    backend = open_backend(config.url, config)
-    await backend.open()
-    write = object_write(7, {num_bytes})
-    print("ready", flush=True)
-    while True:
-        await backend.write([write])
-        await backend.delete([write.name])
-
-asyncio.run(main())
-"""
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name, value in s3_servers.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-def backend_at(url: str, **options):
-    config = HiCacheConfig.parse({"storage": {"url": url, **options}}, {}).storage
-    return open_backend(url, config)
 
 
 class TestS3OnSeaweedFs(StorageBackendTests):
@@ -62,7 +33,7 @@ class TestS3OnSeaweedFs(StorageBackendTests):
         return backend_at(self.s3.url(place), operation_timeout_s=60)  # machines may be busy
 
     def writer_program(self, place):
-        return WRITER.format(url=self.s3.url(place), num_bytes=self.large_bytes)
+        return writer_program(self.s3.url(place), self.large_bytes)
 
 
 @pytest.mark.full
@@ -82,7 +53,7 @@ class TestS3OnMoto(StorageBackendTests):
         return backend_at(self.s3.url(place), operation_timeout_s=60)  # machines may be busy
 
     def writer_program(self, place):
-        return WRITER.format(url=self.s3.url(place), num_bytes=self.large_bytes)
+        return writer_program(self.s3.url(place), self.large_bytes)
 
 
 async def refusal(url: str) -> str:

@@ -5,12 +5,11 @@ import logging
 import time
 
 import pytest
-import s3_faults
 import s3_servers
 from botocore.retries.standard import ExponentialBackoff
 from s3_faults import Fault
+from s3_servers import backend_at
 
-from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import BackendTimeout, BackendUnavailable
 from vllm_hicache.storage import ReadOutcome, WriteOutcome
 from vllm_hicache.storage_backends.conformance import (
@@ -20,19 +19,12 @@ from vllm_hicache.storage_backends.conformance import (
     object_read,
     object_write,
 )
-from vllm_hicache.storage_backends.registry import open_backend
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.usefixtures("s3_credentials")]
 
 MIB = 1024 * 1024
 SLOW_DOWN = Fault(status=503, code="SlowDown")
 DENIED = Fault(status=403, code="AccessDenied")
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name, value in s3_servers.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +42,6 @@ def delays(monkeypatch):
 
 
 @pytest.fixture
-async def s3(moto_server):
-    async with s3_faults.faulty(moto_server.endpoint_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 async def opened(s3, moto_server, tmp_path):
     """Opens a backend that talks through the proxy, which has forgotten the start then."""
     backends = []
@@ -63,8 +49,7 @@ async def opened(s3, moto_server, tmp_path):
     async def open_it(**options):
         url = moto_server.url(tmp_path, s3.endpoint_url)
         table = {"url": url, "exists_timeout_s": 0.05, **options}
-        config = HiCacheConfig.parse({"storage": table}, {}).storage
-        backends.append(open_backend(url, config))
+        backends.append(backend_at(**table))
         await backends[-1].open()
         s3.heal()
         return backends[-1]
@@ -80,8 +65,7 @@ async def read_one(backend, number=1, num_bytes=1000):
 
 
 async def test_start_asks_for_the_bucket_and_lists_nothing(s3, moto_server, tmp_path):
-    config = HiCacheConfig.parse({"storage": moto_server.url(tmp_path, s3.endpoint_url)}, {})
-    backend = open_backend(config.storage.url, config.storage)
+    backend = backend_at(moto_server.url(tmp_path, s3.endpoint_url))
     await backend.open()
     assert s3.methods() == ["HEAD"]
     await backend.close()

@@ -4,11 +4,9 @@ import asyncio
 import time
 
 import pytest
-import s3_faults
-import s3_servers
 from s3_faults import Fault
+from s3_servers import backend_at
 
-from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import BackendError, BackendUnavailable, ConfigError
 from vllm_hicache.storage import ReadOutcome, WriteOutcome
 from vllm_hicache.storage_backends.conformance import (
@@ -17,40 +15,11 @@ from vllm_hicache.storage_backends.conformance import (
     object_read,
     object_write,
 )
-from vllm_hicache.storage_backends.registry import open_backend
+from vllm_hicache.storage_backends.conformance_run import writer_program
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.usefixtures("s3_credentials")]
 
 MIB = 1024 * 1024
-WRITER = """
-import asyncio
-from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.storage_backends.conformance import object_write
-from vllm_hicache.storage_backends.registry import open_backend
-
-async def main():
-    config = HiCacheConfig.parse({{"storage": {url!r}}}, {{}}).storage
-    backend = open_backend(config.url, config)
-    await backend.open()
-    write = object_write(7, {num_bytes})
-    print("ready", flush=True)
-    while True:
-        await backend.write([write])
-        await backend.delete([write.name])
-
-asyncio.run(main())
-"""
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name, value in s3_servers.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
-def backend_at(url: str, **options):
-    config = HiCacheConfig.parse({"storage": {"url": url, **options}}, {}).storage
-    return open_backend(url, config)
 
 
 class TestObstoreOnSeaweedFs(StorageBackendTests):
@@ -65,7 +34,7 @@ class TestObstoreOnSeaweedFs(StorageBackendTests):
 
     def writer_program(self, place):
         url = f"{self.s3.url(place)}&client=obstore"
-        return WRITER.format(url=url, num_bytes=self.large_bytes)
+        return writer_program(url, self.large_bytes)
 
 
 @pytest.fixture
@@ -95,12 +64,6 @@ async def test_an_object_of_another_length_is_not_read(both):
     await slow.write([object_write(1, 5000)])
     for wanted in (100, 4999, 5001, 20 * MIB):
         assert await fast.read([object_read(1, wanted)]) == [ReadOutcome.BAD_LENGTH]
-
-
-@pytest.fixture
-async def s3(moto_server):
-    async with s3_faults.faulty(moto_server.endpoint_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

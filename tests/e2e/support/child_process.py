@@ -11,6 +11,7 @@ from typing import Any
 from engine_in_process import ENVIRONMENT
 
 SUPPORT = Path(__file__).resolve().parent
+EXAMPLES = SUPPORT.parents[2] / "examples"  # has the worker that starts pipeline stages on a CPU
 TIMEOUT_S = 800
 
 
@@ -21,7 +22,8 @@ def run_script(
     env: Mapping[str, str] | None = None,
 ) -> Any:
     """What the script wrote as JSON into its result file; fails with the log's end."""
-    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+    given = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, [str(SUPPORT), str(EXAMPLES), given]))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
     result, log = folder / "result.json", folder / "child.log"
     with log.open("wb") as output:

@@ -1,4 +1,4 @@
-"""Worker class of engines under test: starts pipeline stages on the CPU, corrupts loads on demand.
+"""Worker class of engines under test: that of the examples, which corrupts loads on demand.
 
 Found by name in worker processes through PYTHONPATH; ``HICACHE_`` names belong to the product.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from copy_spy import with_flipped_signs
-from vllm.v1.worker.cpu_worker import CPUWorker
+from cpu_pipeline_worker import Worker
 
 from vllm_hicache.kernels.reference import PageCopier
 
@@ -21,17 +21,9 @@ SLOW_COPIES = "UNDER_TEST_SLOW_COPIES"
 """``RANK:SECONDS``: what each copy of that worker takes longer."""
 
 
-class WorkerUnderTest(CPUWorker):
+class WorkerUnderTest(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's CPU worker skips the warm-up that makes these buffers of a later stage."""
         super().load_model(*args, **kwargs)
-        runner = self.model_runner
-        if runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens,
-                dtype=runner.model_config.dtype,
-                device=runner.device,
-            )
         if os.environ.get(FLIP_LOADS):
             flip_all_loads()
         rank, _, seconds = os.environ.get(SLOW_COPIES, "").partition(":")

@@ -16,6 +16,9 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from vllm_hicache.storage import StorageBackend
+from vllm_hicache.storage_backends import conformance_run
+
 ACCESS_KEY, SECRET_KEY = "AKHICACHETEST", "correct-horse-battery-staple"
 BUCKET = "hicache-test"
 ENVIRONMENT = {
@@ -65,6 +68,11 @@ class S3Server:
                 retries={"total_max_attempts": 1}, connect_timeout=2, proxies={}, read_timeout=5
             ),
         )
+
+
+def backend_at(url: str, **options: object) -> StorageBackend:
+    """The backend of a storage URL and further options of the table, not yet open."""
+    return conformance_run.backend_at({"url": url, **options})
 
 
 def prefix_of(place: Path | str) -> str:
