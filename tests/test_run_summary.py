@@ -42,6 +42,15 @@ def test_an_unlisted_skip_fails_the_run(tmp_path):
     assert "skipped without leave: tests/test_a.py::test_two[x] (no redis)" in run.stdout
 
 
+def test_the_slowest_files_are_told_over_all_parts(tmp_path):
+    first = FINISHED | {"files": {"tests/test_a.py": 4.0, "tests/test_b.py": 5.0}}
+    second = FINISHED | {"files": {"tests/test_a.py": 2.0}}
+    run = _close(tmp_path, [PASSED, first], [PASSED, second], report=True)
+    told = run.stdout.partition("slowest files")[2]
+    assert told.index("6.0 tests/test_a.py") < told.index("5.0 tests/test_b.py")
+    assert "| tests/test_a.py | 6 |" in (tmp_path / "report.md").read_text()
+
+
 def test_a_listed_skip_is_shown_with_its_reason(tmp_path):
     allowed = "# comment\n\ntests/test_a.py::test_two*: one box has no redis\n"
     run = _close(tmp_path, [PASSED, SKIPPED, FINISHED], allowed=allowed)

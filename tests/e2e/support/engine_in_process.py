@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import few_cores
 import numpy as np
 
 from vllm_hicache.audit import audit
@@ -102,6 +103,9 @@ class Engine:
         extra: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
+        if "worker_cls" in options:
+            few_cores.share_imports()
+        few_cores.sleep_when_idle()
         from vllm import LLM
         from vllm.config import KVTransferConfig
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import few_cores
 import numpy as np
 import torch
 from copy_spy import with_flipped_signs
@@ -19,6 +20,9 @@ ORIGINAL_LOAD, ORIGINAL_SAVE = PageCopier.load, PageCopier.save
 FLIP_LOADS = "UNDER_TEST_FLIP_LOADS"
 SLOW_COPIES = "UNDER_TEST_SLOW_COPIES"
 """``RANK:SECONDS``: what each copy of that worker takes longer."""
+
+
+few_cores.sleep_when_idle()
 
 
 class WorkerUnderTest(Worker):
