@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from child_process import run_script, workers
+from child_process import run_child, workers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 COLD_TOLERANCE = 1e-4
@@ -31,7 +31,7 @@ def test_one_slow_worker_leaks_nothing_and_lies_about_nothing(
         },
     }
     slow = {"UNDER_TEST_SLOW_COPIES": f"{tp * pp - 1}:0.02"}
-    result = run_script("interrupt_child.py", specification, tmp_path, {**env, **slow})
+    result = run_child("interrupt_child", specification, tmp_path, {**env, **slow})
     assert result["problems"] == []
     assert result["found"]["loads"] >= 2
     assert result["found"]["saves"] >= 1

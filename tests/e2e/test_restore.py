@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child_process import run_script, workers
+from child_process import run_child, workers
 from engine_in_process import (
     HEADER_BYTES,
     PAGE,
@@ -135,7 +135,7 @@ class Run:
         return [restored_hit(length) for length in self.prompt_lengths]
 
 
-def run_child(
+def restored_on(
     model: Path, topology: Topology, folder: Path, env: Mapping[str, str] | None = None
 ) -> Run:
     specification = {
@@ -147,7 +147,7 @@ def run_child(
         "lives": topology.lives,
     }
     _, needed = workers(topology.tp, topology.pp, topology.partition)
-    lives = run_script("restore_child.py", specification, folder, {**needed, **(env or {})})
+    lives = run_child("restore_child", specification, folder, {**needed, **(env or {})})
     return Run(
         topology,
         {phase["name"]: Phase.of(phase) for life in lives for phase in life["phases"]},
@@ -166,7 +166,7 @@ def run(
     model = tiny_llama()
     if topology.has_experts:
         model = write_experts(folder / "experts", model)
-    return run_child(model, topology, folder)
+    return restored_on(model, topology, folder)
 
 
 def test_restored_answers_equal_those_of_a_device_hit_bit_for_bit(run: Run) -> None:
@@ -266,7 +266,7 @@ def test_the_comparison_fails_when_loads_are_corrupted(
     topology = Topology(
         TOPOLOGIES[name].tp, 1, TOPOLOGIES[name].shards_per_page, lengths=(600,), pair=()
     )
-    run = run_child(tiny_llama(), topology, tmp_path, {"UNDER_TEST_FLIP_LOADS": "1"})
+    run = restored_on(tiny_llama(), topology, tmp_path, {"UNDER_TEST_FLIP_LOADS": "1"})
     cold = run.phases["cold"].answers
     assert_same(run.phases["device"].answers, cold, COLD_TOLERANCE)
     for restored in ("host", "file"):

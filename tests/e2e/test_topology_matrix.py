@@ -17,7 +17,7 @@ import pytest
 import redis_under_test
 import s3_servers
 import topology_steps
-from child_process import run_script, workers
+from child_process import run_child, workers
 from engine_in_process import HEADER_BYTES, PAGE, Answer, assert_same, device_hit, restored_hit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -122,9 +122,9 @@ def run_life(life: Life, specification: Mapping[str, Any], folder: Path) -> dict
         "reads": life.reads,
     }
     if life.name == "tp1":
-        return topology_steps.run_life(specification | {"options": {}})
+        return topology_steps.answer(specification | {"options": {}})
     options, env = workers(*SIZES[life.name])
-    return run_script("topology_steps.py", specification | {"options": options}, folder, env)
+    return run_child("topology_steps", specification | {"options": options}, folder, env)
 
 
 def answers(record: Sequence[Any]) -> list[Answer]:
@@ -223,5 +223,5 @@ def test_an_engine_whose_workers_hold_half_an_object_does_not_start(
     }
     says = "heads per group must divide the model's 2 KV heads and this worker's 1, got 2"
     with pytest.raises(AssertionError, match=says):
-        run_script("topology_steps.py", specification, tmp_path, env)
+        run_child("topology_steps", specification, tmp_path, env)
     assert not (tmp_path / "store").exists()

@@ -1,13 +1,13 @@
 """Engines with workers of their own run in a child: each topology needs another environment."""
 
+import importlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import few_cores
 from engine_in_process import ENVIRONMENT
 
 SUPPORT = Path(__file__).resolve().parent
@@ -15,29 +15,38 @@ EXAMPLES = SUPPORT.parents[2] / "examples"  # has the worker that starts pipelin
 TIMEOUT_S = 800
 
 
-def run_script(
-    script: str,
+def run_child(
+    module: str,
     specification: Mapping[str, object],
     folder: Path,
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """What the script wrote as JSON into its result file; fails with the log's end."""
+    """What ``module.answer(specification)`` returns in a child; fails with the log's end."""
     given = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, [str(SUPPORT), str(EXAMPLES), given]))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
+    environment = {**ENVIRONMENT, "PYTHONPATH": path}
+    few_cores.start_server(environment)
     result, log = folder / "result.json", folder / "child.log"
-    with log.open("wb") as output:
-        child = subprocess.run(
-            [sys.executable, "-P", SUPPORT / script, json.dumps(specification), result],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    assert child.returncode == 0, log.read_text(errors="replace")[-8000:]
+    result.unlink(missing_ok=True)
+    child = few_cores.Process(
+        target=_write_answer,
+        args=(module, dict(specification), result, log),
+        environment={**os.environ, **environment, **(env or {})},
+    )
+    child.start()
+    child.join(TIMEOUT_S)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0, log.read_text(errors="replace")[-8000:]
     return json.loads(result.read_text())
+
+
+def _write_answer(module: str, specification: dict[str, Any], result: Path, log: Path) -> None:
+    with log.open("wb") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    result.write_text(json.dumps(importlib.import_module(module).answer(specification)))
 
 
 def workers(tp: int, pp: int, partition: str = "") -> tuple[dict[str, object], dict[str, str]]:

@@ -104,7 +104,7 @@ class Engine:
         **options: Any,
     ) -> None:
         if "worker_cls" in options:
-            few_cores.share_imports()
+            few_cores.fork_workers()
         few_cores.sleep_when_idle()
         from vllm import LLM
         from vllm.config import KVTransferConfig

@@ -1,30 +1,36 @@
-"""Engines with many workers on few cores: imports are shared and waiting is sleeping.
+"""Engines with many workers on few cores: imports are shared, and waiting is sleeping.
 
-- Whoever reads vLLM's shared-memory queue looks again and again for a second after each message.
-  Where two cores carry ten processes, that starves storage servers until their answers are late.
-- Every worker imports vLLM, about 8 s of a core each. Forked from one process that has imported
-  it, they start at once; nothing else of it has run, so that they are fresh processes otherwise.
+Every process of an engine imports vLLM: 8 s of a core each. Those that tests start are forked from
+one server that has imported it and done nothing else, so that they are fresh otherwise. And who
+reads vLLM's shared-memory queue spins for a second after each message, which starves others.
 """
 
-import multiprocessing
 import multiprocessing.context
-import multiprocessing.forkserver
 import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from typing import Any
 
-PRELOADED = ("vllm.v1.worker.cpu_worker", "worker_under_test")
+PRELOADED = ("vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm", "worker_under_test")
+NAP_S = 0.0005
 
 
 class Process(multiprocessing.context.ForkServerProcess):
-    """A forked process with the environment of its parent, which the server it forks from lacks."""
+    """A forked process with an environment of its own: that of its parent, unless given."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self.environment = dict(os.environ)
+        self.environment = dict(os.environ if environment is None else environment)
 
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self.environment)
+        # A child would start a server of its own, and knows the one that it came from.
+        forkserver._forkserver.ensure_running = lambda: None
         super().run()
 
 
@@ -32,24 +38,45 @@ class Context(multiprocessing.context.ForkServerContext):
     Process = Process
 
 
-def sleep_when_idle() -> None:
-    """Readers of vLLM's queues in this process go to sleep at once."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    original = SpinCondition.__init__
-
-    def init(condition: SpinCondition, *arguments: Any, **options: Any) -> None:
-        original(condition, *arguments, **options)
-        condition.busy_loop_s = 0
-
-    if original.__name__ != init.__name__:
-        SpinCondition.__init__ = init
+def start_server(environment: Mapping[str, str]) -> None:
+    """Begin to import what engines need, for all processes of this one and of its children."""
+    Context().set_forkserver_preload(list(PRELOADED))
+    with _environment(environment):
+        forkserver.ensure_running()
 
 
-def share_imports() -> None:
-    """Workers that vLLM starts from now on are forked; the server imports vLLM beside us."""
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
-    multiprocessing.forkserver.ensure_running()
+@contextmanager
+def _environment(environment: Mapping[str, str]) -> Iterator[None]:
+    saved = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def fork_workers() -> None:
+    """Workers of engines in this process are forked by the server, too."""
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = Context
+
+
+def sleep_when_idle() -> None:
+    """Readers of vLLM's queues in this process sleep half a millisecond where they would spin.
+
+    Not longer: vLLM's writers may leave out the notice of a message that follows another at once.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    original = SpinCondition.wait
+
+    def nap(condition: SpinCondition, timeout_ms: int | None = None) -> None:
+        if time.monotonic() > condition.last_read + condition.busy_loop_s:
+            original(condition, timeout_ms)
+        else:
+            time.sleep(NAP_S)
+
+    if original.__name__ != nap.__name__:
+        SpinCondition.wait = nap

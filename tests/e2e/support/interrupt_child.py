@@ -1,11 +1,9 @@
 """Child process: aborts, preemption and right answers on an engine whose workers drift apart.
 
-`python -P interrupt_child.py SPECIFICATION RESULT`: JSON with ``model`` and ``options`` (vLLM's).
+A specification has ``model``, ``extra`` (options of the connector) and ``options`` (vLLM's).
 """
 
-import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +72,7 @@ def run(engine: Engine) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    specification = json.loads(sys.argv[1])
+def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
     options, extra = specification["options"], specification["extra"]
     with running(Path(specification["model"]), extra=extra, **options) as engine:
-        result = run(engine)
-    Path(sys.argv[2]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+        return run(engine)

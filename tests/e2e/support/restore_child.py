@@ -1,13 +1,11 @@
-"""Child process: cold, device, host and file answers of one topology, written as JSON.
+"""Child process: cold, device, host and file answers of one topology.
 
-`python -P restore_child.py SPECIFICATION RESULT`: JSON with ``model``, ``storage``, ``options``
-(vLLM's), ``lengths``, ``pair`` and ``lives``: what each engine, one after the other, is asked.
+A specification has ``model``, ``storage``, ``options`` (vLLM's), ``lengths``, ``pair`` and
+``lives``: what each engine, one after the other, is asked.
 A phase is ``NAME``, or ``reset:NAME`` to drop vLLM's own cache before it, or ``drop:NAME`` to
 drop host pages too.
 """
 
-import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,11 +82,5 @@ def run_life(specification: Mapping[str, Any], life: Mapping[str, Any]) -> dict[
         }
 
 
-def main() -> None:
-    specification = json.loads(sys.argv[1])
-    lives = [run_life(specification, life) for life in specification["lives"]]
-    Path(sys.argv[2]).write_text(json.dumps(lives))
-
-
-if __name__ == "__main__":
-    main()
+def answer(specification: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [run_life(specification, life) for life in specification["lives"]]

@@ -1,12 +1,10 @@
 """Child process, and the same steps in this one: engines that write prompts and read others'.
 
-`python -P topology_steps.py SPECIFICATION RESULT`: JSON with ``model``, ``storage`` (options of the
-connector's table), ``extra``, ``options`` (vLLM's), ``lengths``, ``name`` of this engine, whether
-it ``writes``, and the names of those it ``reads``.
+A specification has ``model``, ``storage`` (options of the connector's table), ``extra``,
+``options`` (vLLM's), ``lengths``, ``name`` of this engine, whether it ``writes``, and the names of
+those it ``reads``.
 """
 
-import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from engine_in_process import Engine, difference, prompt_of, running
 from restore_child import as_list, published, wait_for_reads
 
 
-def run_life(specification: Mapping[str, Any]) -> dict[str, Any]:
+def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
     """One engine: what it answered cold, and what it restored of each writer."""
     with running(
         Path(specification["model"]),
@@ -57,11 +55,3 @@ def read(engine: Engine, writer: str, specification: Mapping[str, Any]) -> dict[
         "published": shown,
         "device": ask(engine, writer, specification),
     }
-
-
-def main() -> None:
-    Path(sys.argv[2]).write_text(json.dumps(run_life(json.loads(sys.argv[1]))))
-
-
-if __name__ == "__main__":
-    main()
