@@ -20,7 +20,11 @@ COLD_TOLERANCE = 1e-4
     [
         pytest.param(0, False, True, id="asynchronous"),
         pytest.param(10_000, True, False, id="synchronous and slow, without prefix caching"),
-        pytest.param(0, True, False, id="asynchronous and slow, without prefix caching"),
+        pytest.param(
+            *(0, True, False),
+            id="asynchronous and slow, without prefix caching",
+            marks=pytest.mark.full,
+        ),
         pytest.param(10_000, False, True, id="synchronous", marks=pytest.mark.full),
         pytest.param(0, True, True, id="asynchronous and slow", marks=pytest.mark.full),
     ],

@@ -12,7 +12,7 @@ from live_server import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.full]
 
 MAX_DIFFERENCE = 1e-4  # of log-probabilities that another chunking of the prompt gives
 

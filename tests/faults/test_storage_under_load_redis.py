@@ -9,7 +9,7 @@ from proxies import Proxy
 from redis_under_test import RedisProcess
 from storage_episode import engine, suffer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.full]
 
 PASSWORD = "correct-horse-battery-staple"
 WRONG_PASSWORD = "swordfish-in-a-barrel"
@@ -48,7 +48,6 @@ def healthy(server, redis):
     return server
 
 
-@pytest.mark.full
 def test_a_server_that_is_away_at_the_start(control, server, redis):
     @contextlib.contextmanager
     def away():
@@ -78,7 +77,6 @@ def test_a_killed_and_restarted_server(control, healthy, redis):
     assert re.search("(reads|questions) enabled", episode.log)
 
 
-@pytest.mark.full
 def test_a_server_that_stands_still_for_20_s(control, healthy, redis):
     episode = suffer("redis SIGSTOP 20 s", control, healthy, redis.frozen(), hold_s=20.0)
     episode.check()
@@ -88,7 +86,6 @@ def test_a_server_that_stands_still_for_20_s(control, healthy, redis):
     assert episode.grew("fetch_ended_total{reason=unavailable}") > 100
 
 
-@pytest.mark.full
 def test_a_server_with_50_ms_of_latency(control, healthy, proxy):
     @contextlib.contextmanager
     def far_away():
@@ -101,7 +98,6 @@ def test_a_server_with_50_ms_of_latency(control, healthy, proxy):
     assert episode.level("breaker_open") == 0  # slow is not dead
 
 
-@pytest.mark.full
 def test_a_full_server_that_evicts_nothing(control, healthy, redis):
     @contextlib.contextmanager
     def full():
@@ -119,7 +115,6 @@ def test_a_full_server_that_evicts_nothing(control, healthy, redis):
     assert "refuses writes: OOM" in episode.log
 
 
-@pytest.mark.full
 def test_objects_that_are_deleted_between_query_and_read(control, healthy, redis, proxy):
     @contextlib.contextmanager
     def deleting():
@@ -140,7 +135,6 @@ def test_objects_that_are_deleted_between_query_and_read(control, healthy, redis
     assert episode.grew("corrupt_objects_total") == 0
 
 
-@pytest.mark.full
 def test_a_wrong_password_stops_the_start(healthy, redis, proxy, tiny_llama, tmp_path):
     storage = {"url": f"redis://127.0.0.1:{proxy.port}"}
     env = {"HICACHE_STORAGE_PASSWORD": WRONG_PASSWORD}

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.services, pytest.mark.usefixtures("s3_credentials")]
 MIB = 1024 * 1024
 
 
+@pytest.mark.full  # the default client runs the suite at every push
 class TestObstoreOnSeaweedFs(StorageBackendTests):
     large_bytes = 20 * MIB  # two parts
 
