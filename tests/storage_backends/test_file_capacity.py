@@ -182,7 +182,9 @@ from vllm_hicache.storage_backends.conformance import object_read, object_write
 from vllm_hicache.storage_backends.file import FileBackend
 
 async def main(root, capacity, seed, count):
-    backend = FileBackend(Path(root), capacity_bytes=capacity, write_threads=4)
+    backend = FileBackend(
+        Path(root), capacity_bytes=capacity, write_threads=4, operation_timeout_s=60
+    )
     await backend.open()
     dice = random.Random(seed)
     for _ in range(count):
@@ -217,10 +219,11 @@ async def test_four_processes_and_a_restart_stay_within_one_capacity(tmp_path):
     observer = UsageFile(tmp_path)
     for num_rounds in (1, 2):
         running = _processes(tmp_path, capacity, 12)
-        peak = 0
-        while any(process.poll() is None for process in running):
+        peak, are_running = 0, True
+        while are_running:
+            are_running = any(process.poll() is None for process in running)
             # A walk sees one moment only while nobody can change the folder.
-            with observer.locked(time.monotonic() + 10):
+            with observer.locked(time.monotonic() + 60):
                 peak = max(peak, bytes_used(tmp_path))
             time.sleep(0.01)
         assert [process.returncode for process in running] == [0] * 4
