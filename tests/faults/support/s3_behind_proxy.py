@@ -98,12 +98,11 @@ class S3BehindProxy:
         assert self.server is not None
         client = self.server.client()
 
-        def delete(request: web.BaseRequest) -> bool:
+        def delete(request: web.BaseRequest) -> None:
             key = yarl.URL(request.raw_path, encoded=True).path.removeprefix(f"/{BUCKET}/")
             client.delete_object(Bucket=BUCKET, Key=key)
-            return False
 
-        self.proxy.fail(Fault(), "GET", matches=delete)
+        self.proxy.fail(Fault(first=delete), "GET")
         try:
             yield
         finally:

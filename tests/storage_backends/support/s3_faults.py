@@ -22,6 +22,7 @@ class Fault:
     stall_s: float = 0.0  # silence before anything else
     cut_after: int | None = None  # the connection breaks after so many bytes of the answer
     drop_range: bool = False  # the server never hears of the range
+    first: Callable[[web.BaseRequest], None] | None = None  # is done before; may block
 
 
 @dataclass(slots=True)
@@ -69,6 +70,8 @@ class FaultyS3:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.seen.append((request.method, {k.lower(): v for k, v in request.headers.items()}))
         fault = self._fault(request)
+        if fault.first is not None:
+            await asyncio.to_thread(fault.first, request)
         if fault.stall_s:
             await asyncio.sleep(fault.stall_s)
         if fault.status:
