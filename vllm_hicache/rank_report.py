@@ -24,7 +24,7 @@ def participants(places: Sequence[WorkerPlace]) -> list[str]:
 def divergence_text(found: Divergence, names: Sequence[str]) -> str:
     """Who differs where, then the event of each participant, in lines of their own."""
     odd = ", ".join(names[i] for i in found.odd)
-    if len(found.odd) == sum(name is not SCHEDULER for name in names):
+    if found.is_tied:
         odd = f"no side has a majority among {odd}"
     lines = [f"{HEADLINE} ({found.kind}) at step {found.step} in {found.call}: {odd}"]
     if found.stream != found.call:

@@ -26,8 +26,9 @@ class Divergence:
     events: tuple[Event | None, ...]
     """By participant; None where the event is missing, or where the participant is not heard."""
     odd: tuple[int, ...]
-    """Participants that differ from the scheduler or else from most; all that take part where
-    no side has a majority."""
+    """Participants that differ from the scheduler or else from most; all where they are tied."""
+    is_tied: bool
+    """No side has a majority, and the scheduler has no such event."""
 
     @property
     def in_step(self) -> bool:
@@ -67,12 +68,8 @@ class StreamJoin:
         self._queues[participant].clear()
 
     def restart(self, step: int) -> None:
-        """Events were lost: what came so far, and in-step events up to ``step``, are not compared.
-
-        Events with keys find together again by their keys.
-        """
-        for queue in self._queues:
-            queue.clear()
+        """Events were lost: those of steps up to ``step`` are not compared; where calls are
+        numbered by keys, from the next key on that all have."""
         self._seeks_keys = True
         self._skip_step(step)
 
@@ -145,7 +142,8 @@ class StreamJoin:
         if kind != "order" and agreed:
             present = agreed
         first = min(present, key=lambda head: head.step)
-        return Divergence(kind, self.name, first.step, first.call, tuple(events), odd)
+        is_tied = right is _TIED
+        return Divergence(kind, self.name, first.step, first.call, tuple(events), odd, is_tied)
 
     def _right_value(self, active: Sequence[int], values: Sequence[object]) -> object:
         if self._reference is not None and self._reference in active:
