@@ -54,7 +54,7 @@ class StreamJoin:
         self._silent: set[int] = set()
         self._seeks_keys = False
         """After a loss events with keys have to find together first."""
-        self._compared_step = 0
+        self._compared_step = -1
         """In-step events up to this step are compared, or given up after a missing one."""
 
     def add(self, participant: int, events: Iterable[Event]) -> None:

@@ -78,6 +78,10 @@ def test_a_call_that_is_missing_from_a_step_is_order_once_the_step_is_told():
     assert divergence.events == (hook(2), hook(2), None)
 
 
+def test_what_came_before_the_first_step_is_compared():
+    assert found([hook(0, "a")], [hook(0, "a")], [hook(0, "b")]) == [("result", 0, (2,))]
+
+
 def test_a_call_that_only_one_worker_makes_is_order_once_the_step_is_told():
     usual = [hook(1)]
     assert found(usual, usual, [hook(1), hook(1)], told=2) == [("order", 1, (2,))]
