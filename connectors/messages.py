@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_hicache.plan import StepPlan
 from vllm_hicache.progress import WorkerProgress
-from vllm_hicache.rank_events import EventBatch
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     progress: dict[int, WorkerProgress] = field(default_factory=dict)
     plan_number: int = 0
     """Plan of the step whose output carries this report."""
-    events: dict[int, EventBatch] | None = None
-    """What the rank-consensus checker compares, by worker; None while it is off."""
+    events: dict[int, bytes] | None = None
+    """Packed batches of the rank-consensus checker, by worker; None while it is off."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
         if not isinstance(other, ReportMetadata):

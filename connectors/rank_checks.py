@@ -14,7 +14,7 @@ from vllm_hicache.plan import StepPlan
 from vllm_hicache.planner import Planner
 from vllm_hicache.progress_board import BoardReader, ProgressBoard
 from vllm_hicache.rank_consensus import ConsensusOptions, RankConsensus
-from vllm_hicache.rank_events import EventBatch, EventRecorder
+from vllm_hicache.rank_events import EventRecorder, pack_batch
 from vllm_hicache.rank_places import places
 from vllm_hicache.rank_stall import StallWatch, WorkerSigns
 
@@ -61,9 +61,9 @@ class WorkerChecks:
         if self._board is not None:
             self._board.begin_step(number)
 
-    def end_step(self) -> EventBatch:
-        """What goes with the step's report."""
-        batch = self._recorder.take_batch()
+    def end_step(self) -> bytes:
+        """The packed batch that goes with the step's report."""
+        batch = pack_batch(self._recorder.take_batch())
         if self._board is not None:
             self._board.end_step(self._recorder.step)
         return batch

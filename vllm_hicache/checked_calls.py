@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
 from vllm_hicache.plain_values import plain
-from vllm_hicache.rank_events import EventRecorder, Pairs
+from vllm_hicache.rank_events import Event, EventRecorder, Pairs
 
 Selector: TypeAlias = str | Callable[[Any], object]
 """A parameter (``"op"``), a field of one (``"op.op_id"``), ``"result"`` or a field of it, or a
@@ -143,16 +143,23 @@ def recorded(function: Callable[..., Any], recorder: EventRecorder) -> Callable[
         values = read.values(args, kwargs)
         if read.step is not None:
             recorder.step = read.step(values)
-        entry = recorder.begin(
-            read.stream(values), name, check.in_step, read.key(values), read.arguments(values)
+        event = Event(
+            recorder.step,
+            read.stream(values),
+            name,
+            check.in_step,
+            read.key(values),
+            read.arguments(values),
+            None,
+            read.shown(values),
         )
-        entry.shown = read.shown(values)
+        recorder.begin(event)
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            recorder.end(entry, ((_RESULT, f"raised {type(error).__name__}: {error}"),))
+            event.result = ((_RESULT, f"raised {type(error).__name__}: {error}"),)
             raise
-        recorder.end(entry, read.result(result))
+        event.result = read.result(result)
         return result
 
     delattr(call, _MARK)  # a wrapper is not wrapped again
@@ -206,7 +213,10 @@ class _Reader:
         if not selectors:
             return lambda values: ()
         gets = [(_label(selector), self._getter(selector)) for selector in selectors]
-        return lambda values: tuple((label, plain(get(values))) for label, get in gets)
+        if len(gets) == 1:
+            ((label, get),) = gets
+            return lambda values: ((label, plain(get(values))),)
+        return lambda values: tuple([(label, plain(get(values))) for label, get in gets])
 
     def _result_pairs(self, selectors: Sequence[Selector] | bool) -> Callable[[Any], Pairs]:
         if isinstance(selectors, bool) or not selectors:
@@ -220,7 +230,7 @@ class _Reader:
             if first != _RESULT:
                 raise TypeError(f"{self._function}: a result is called 'result', got {selector!r}")
             gets.append((selector, attrgetter(rest) if rest else _itself))
-        return lambda result: tuple((label, plain(get(result))) for label, get in gets)
+        return lambda result: tuple([(label, plain(get(result))) for label, get in gets])
 
     def _getter(self, selector: Selector) -> _Get:
         if callable(selector):

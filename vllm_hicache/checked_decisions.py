@@ -37,10 +37,7 @@ checked(
 checked(arguments=(_REQUEST, "num_tokens"))(Planner.collect_saves)
 checked(arguments=_REQUEST)(Planner.preempt)
 checked(arguments=_REQUEST)(Planner.finish)
-checked(
-    arguments="is_busy",
-    result=("result.number", "result.sync_loads", "result.loads", "result.saves"),
-)(Planner.plan_step)
+checked(arguments="is_busy", result="result.number")(Planner.plan_step)
 checked(arguments="namespace")(Planner.reset)
 checked(arguments=_OUTCOME, result="result.state.request_id")(Loads.settle)
 checked(arguments=_OUTCOME, result=num_published)(Saves.settle)

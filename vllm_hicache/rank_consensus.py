@@ -16,7 +16,7 @@ from vllm_hicache.checked_calls import checked, recorded
 from vllm_hicache.errors import RankDivergence
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import StepPlan
-from vllm_hicache.rank_events import Event, EventBatch, EventRecorder
+from vllm_hicache.rank_events import Event, EventBatch, EventRecorder, unpack_batch
 from vllm_hicache.rank_places import WorkerPlace
 from vllm_hicache.rank_report import (
     divergence_record,
@@ -90,6 +90,8 @@ class RankConsensus:
         self._plans = EventRecorder()
         self._send = recorded(SentPlans().bind, self._plans)
         self._streams = {PLANS: StreamJoin(PLANS, self._num_workers, has_reference=True)}
+        self._is_level = True
+        """Whether nothing that a worker did waits to be compared."""
         self._numbers = [0] * self._num_workers
         self._told: dict[int, int] = {}
         self._silent: set[int] = set()
@@ -105,29 +107,62 @@ class RankConsensus:
         self._send(plan)
         self.decisions.step = plan.number + 1  # what is decided from now on is for the next step
 
-    def absorb(self, batches: Mapping[int, EventBatch], heard: Collection[int]) -> None:
-        """Take the events of a step's reports and judge what can be judged.
+    def absorb(self, packed: Mapping[int, bytes], heard: Collection[int]) -> None:
+        """Take the packed batches of a step's reports and judge what can be judged.
 
         ``heard`` are the workers that reported; one without events does not take part.
         Raises RankDivergence in the mode ``raise``, also for a stall that was found before.
         """
-        for worker_id in heard:
-            if worker_id not in batches and worker_id not in self._silent:
-                self._exclude(worker_id)
+        if len(packed) < len(heard):
+            for worker_id in heard:
+                if worker_id not in packed and worker_id not in self._silent:
+                    self._exclude(worker_id)
         sent = self._plans.take()
         self._streams[PLANS].add(self._num_workers, sent)
         with self._lock:
             self._histories[-1].extend(self.decisions.take())
-            for worker_id, batch in batches.items():
-                if worker_id not in self._silent and self._is_next(worker_id, batch):
-                    self._histories[worker_id].extend(batch.events)
-                    for event in batch.events:
-                        self._stream(event.stream).add(worker_id, (event,))
-        found = [d for stream in self._streams.values() for d in stream.compare(self._told)]
-        if found:
-            self._report(sorted(found, key=lambda divergence: divergence.step))
+            self._histories[-1].extend(sent)
+            if not self._absorb_equal(packed):
+                for worker_id, batch in packed.items():
+                    self._absorb_batch(worker_id, unpack_batch(batch))
+        if not self._is_level:
+            self._judge()
         if self._stalls:
             self._raise_stalls()
+
+    def _absorb_equal(self, packed: Mapping[int, bytes]) -> bool:
+        """Nearly always: all workers did the same since their last reports, and nothing waits.
+        Then one of them is looked at. False where it is not so; nothing has changed then."""
+        first = next(iter(packed.values()), b"")
+        if not self._is_level or len(packed) != self._num_workers:
+            return False
+        if any(batch != first for batch in packed.values()):
+            return False
+        batch = unpack_batch(first)
+        if any(number + 1 != batch.number for number in self._numbers):
+            return False
+        if not self._streams[PLANS].agree([e for e in batch.events if e.stream == PLANS]):
+            return False
+        for worker_id in packed:
+            self._numbers[worker_id] = batch.number
+            self._told[worker_id] = batch.step
+            self._histories[worker_id].extend(batch.events)
+        return True
+
+    def _absorb_batch(self, worker_id: int, batch: EventBatch) -> None:
+        if worker_id in self._silent or not self._is_next(worker_id, batch):
+            return
+        self._is_level = False
+        self._histories[worker_id].extend(batch.events)
+        for event in batch.events:
+            self._stream(event.stream).add(worker_id, (event,))
+
+    def _judge(self) -> None:
+        streams = self._streams.values()
+        found = [d for stream in streams for d in stream.compare(self._told)]
+        self._is_level = all(stream.is_level for stream in streams)
+        if found:
+            self._report(sorted(found, key=lambda divergence: divergence.step))
 
     def _stream(self, name: str) -> StreamJoin:
         stream = self._streams.get(name)

@@ -4,8 +4,9 @@ A process compares nothing: it keeps its events until its next report.
 """
 
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from vllm_hicache.plain_values import Plain
 
@@ -17,7 +18,7 @@ MAX_UNTOLD = 1 << 16
 memory must not grow, and the loss is told."""
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, array_like=True, gc=False):
     """One call of one process. See ``checked_calls.Check``."""
 
     step: int
@@ -27,11 +28,12 @@ class Event(NamedTuple):
     in_step: bool
     key: Pairs
     arguments: Pairs
-    result: Pairs
+    result: Pairs | None
+    """None while the call runs."""
     shown: Pairs
 
 
-class EventBatch(NamedTuple):
+class EventBatch(msgspec.Struct, array_like=True, frozen=True):
     """What one worker did since its last report."""
 
     number: int
@@ -39,33 +41,6 @@ class EventBatch(NamedTuple):
     step: int
     """Steps below this one are told completely."""
     events: tuple[Event, ...]
-
-
-@dataclass(slots=True)
-class Entry:
-    """An event whose call may still run."""
-
-    step: int
-    stream: str
-    call: str
-    in_step: bool
-    key: Pairs
-    arguments: Pairs
-    result: Pairs = ()
-    shown: Pairs = ()
-    has_ended: bool = False
-
-    def event(self) -> Event:
-        return Event(
-            self.step,
-            self.stream,
-            self.call,
-            self.in_step,
-            self.key,
-            self.arguments,
-            self.result,
-            self.shown,
-        )
 
 
 class EventRecorder:
@@ -77,33 +52,33 @@ class EventRecorder:
     def __init__(self) -> None:
         self.step = 0
         """Set by the call that begins a step."""
-        self._entries: deque[Entry] = deque()
+        self._events: deque[Event] = deque()
         self._num_batches = 0
 
-    def begin(self, stream: str, call: str, in_step: bool, key: Pairs, arguments: Pairs) -> Entry:
-        entry = Entry(self.step, stream, call, in_step, key, arguments)
-        if len(self._entries) >= MAX_UNTOLD:
-            self._entries.clear()
+    def begin(self, event: Event) -> None:
+        """The event takes its place; it is told when its result is set."""
+        if len(self._events) >= MAX_UNTOLD:
+            self._events.clear()
             self._num_batches += 1  # the hole tells that events are lost
-        self._entries.append(entry)
-        return entry
-
-    def end(self, entry: Entry, result: Pairs) -> None:
-        entry.result = result
-        entry.has_ended = True
+        self._events.append(event)
 
     def take(self) -> tuple[Event, ...]:
         """All events before the first call that still runs; they are told once."""
-        entries = self._entries
+        events = self._events
         taken = []
-        while entries and entries[0].has_ended:
-            taken.append(entries.popleft().event())
+        while events and events[0].result is not None:
+            taken.append(events.popleft())
         return tuple(taken)
 
     def take_batch(self) -> EventBatch:
         """What the next report carries."""
         step, events = self.step, self.take()
-        if self._entries:  # steps only grow, so all that is not told is of this step or later
-            step = min(step, self._entries[0].step)
+        if self._events:  # steps only grow, so all that is not told is of this step or later
+            step = min(step, self._events[0].step)
         self._num_batches += 1
         return EventBatch(self._num_batches, step, events)
+
+
+pack_batch = msgspec.msgpack.Encoder().encode
+"""A batch as it travels: the same events give the same bytes."""
+unpack_batch = msgspec.msgpack.Decoder(EventBatch).decode

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_hicache.plain_values import spelled
 from vllm_hicache.rank_events import Event, Pairs
 from vllm_hicache.rank_places import WorkerPlace
 from vllm_hicache.rank_streams import Divergence
@@ -48,7 +47,7 @@ def event_text(event: Event | None) -> str:
 
 
 def _pairs_text(pairs: Pairs) -> str:
-    return ", ".join(f"{label}={spelled(value)}" for label, value in pairs)
+    return ", ".join(f"{label}={value}" for label, value in pairs)
 
 
 def divergence_record(found: Divergence, names: Sequence[str]) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def event_record(event: Event) -> dict[str, Any]:
         "call": event.call,
         "key": dict(event.key),
         "arguments": dict(event.arguments),
-        "result": dict(event.result),
+        "result": dict(event.result or ()),
         "not_compared": dict(event.shown),
     }
 

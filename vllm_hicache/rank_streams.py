@@ -62,6 +62,24 @@ class StreamJoin:
         done = self._compared_step
         self._queues[participant].extend(e for e in events if not e.in_step or e.step > done)
 
+    def agree(self, events: Sequence[Event]) -> bool:
+        """All workers made these same calls next, while nothing of theirs waits here: whether the
+        scheduler made them, too. Where it did they are compared; else nothing has changed."""
+        if self._reference is None:
+            return True
+        queue = self._queues[self._reference]
+        if len(queue) < len(events) or not all(map(_is_same, events, queue)):
+            return False
+        for _ in events:
+            queue.popleft()
+        return True
+
+    @property
+    def is_level(self) -> bool:
+        """Whether no worker has made a call that is still to be compared."""
+        workers = self._queues[: self._reference] if self._reference is not None else self._queues
+        return not self._seeks_keys and not any(workers)
+
     def leave(self, participant: int) -> None:
         """Compare the others only, from now on."""
         self._silent.add(participant)
@@ -111,10 +129,7 @@ class StreamJoin:
 
     def _judge(self, active: Sequence[int], heads: Sequence[Event | None]) -> Divergence | None:
         first = heads[0]
-        if first is not None and all(
-            head is not None and head[_COMPARED] == first[_COMPARED] and _step(head) == _step(first)
-            for head in heads[1:]
-        ):
+        if first is not None and all(_is_same(first, head) for head in heads):
             return None
         places = [None if head is None else (head.call, head.key, _step(head)) for head in heads]
         if len(set(places)) > 1:
@@ -174,7 +189,17 @@ class StreamJoin:
 
 
 _TIED = object()
-_COMPARED = slice(Event._fields.index("call"), Event._fields.index("shown"))
+
+
+def _is_same(one: Event, other: Event | None) -> bool:
+    return (
+        other is not None
+        and one.call == other.call
+        and one.key == other.key
+        and one.arguments == other.arguments
+        and one.result == other.result
+        and (one.step == other.step or not one.in_step)
+    )
 
 
 def _step(event: Event) -> int:

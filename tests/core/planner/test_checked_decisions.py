@@ -55,6 +55,7 @@ def test_plans_and_what_became_of_their_copies_are_recorded():
     live_through(rig)
     events = recorder.take()
     plans = [dict(e.result)["result.number"] for e in events if e.call == "plan_step"]
+    assert len(plans) == 3
     assert plans == list(range(1, len(plans) + 1))
     settled = [e for e in events if e.call == "settle"]
     assert ("result.state.request_id", "a") in [pair for e in settled for pair in e.result]

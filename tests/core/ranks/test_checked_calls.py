@@ -159,7 +159,7 @@ def test_arguments_are_kept_as_they_were_when_the_call_began():
     items = ["now"]
     worker.keep(items)
     assert items == ["now", "later"]
-    assert recorder.take()[0].arguments == (("items", ("now",)),)
+    assert recorder.take()[0].arguments == (("items", "['now']"),)
 
 
 def test_an_error_is_a_result_and_goes_on():

@@ -17,7 +17,7 @@ from vllm_hicache.checked_calls import checked, watch
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import CopyOp, Direction, StepPlan
 from vllm_hicache.rank_consensus import ConsensusOptions, RankConsensus, check_plan
-from vllm_hicache.rank_events import EventBatch, EventRecorder
+from vllm_hicache.rank_events import EventRecorder, pack_batch
 from vllm_hicache.rank_places import places
 
 
@@ -60,8 +60,8 @@ class VirtualRank:
         if self.running[direction]:
             self.finish(direction, self.running[direction].popleft(), is_ok)
 
-    def report(self) -> EventBatch:
-        return self.recorder.take_batch()
+    def report(self) -> bytes:
+        return pack_batch(self.recorder.take_batch())
 
 
 @dataclass
