@@ -139,11 +139,17 @@ class SchedulerChecks:
         self._thread.start()
 
     def _look(self, interval_s: float) -> None:
-        while not self._is_closed.wait(interval_s):
-            signs = {i: WorkerSigns(*board.signs()) for i, board in self._boards.items()}
-            stall = self._watch.look(signs, time.monotonic())
-            if stall is not None:
-                self.consensus.report_stall(stall, signs)
+        try:
+            while not self._is_closed.wait(interval_s):
+                self._look_once()
+        except Exception:
+            logger.exception("HiCache rank consensus: stalls are not watched any more")
+
+    def _look_once(self) -> None:
+        signs = {i: WorkerSigns(*board.signs()) for i, board in self._boards.items()}
+        stall = self._watch.look(signs, time.monotonic())
+        if stall is not None:
+            self.consensus.report_stall(stall, signs)
 
     def close(self) -> None:
         """Before the boards are closed."""

@@ -54,13 +54,14 @@ class EventRecorder:
         """Set by the call that begins a step."""
         self._events: deque[Event] = deque()
         self._num_batches = 0
+        self._has_lost = False
 
     def begin(self, event: Event) -> None:
         """The event takes its place; it is told when its result is set."""
-        if len(self._events) >= MAX_UNTOLD:
-            self._events.clear()
-            self._num_batches += 1  # the hole tells that events are lost
-        self._events.append(event)
+        if len(self._events) < MAX_UNTOLD:
+            self._events.append(event)
+        else:
+            self._has_lost = True
 
     def take(self) -> tuple[Event, ...]:
         """All events before the first call that still runs; they are told once."""
@@ -75,7 +76,8 @@ class EventRecorder:
         step, events = self.step, self.take()
         if self._events:  # steps only grow, so all that is not told is of this step or later
             step = min(step, self._events[0].step)
-        self._num_batches += 1
+        self._num_batches += 2 if self._has_lost else 1  # a hole tells of a loss
+        self._has_lost = False
         return EventBatch(self._num_batches, step, events)
 
 
