@@ -109,6 +109,29 @@ def test_the_first_of_several_divergent_events_is_told_first(tmp_path, caplog):
     assert calls == ["bind", "start"]
 
 
+def skip_saves(rank, plan):
+    rank.bind(plan)
+    rank.take_failed_requests()
+
+
+def test_a_last_copy_that_is_missing_is_found_with_the_next_one(tmp_path, caplog):
+    ranks = VirtualRanks(tmp_path, wrong={3: at_step(2, skip_saves)})
+    for number in range(1, 8):
+        ranks.step(ranks.new_plan(saves=int(number in (2, 6))))
+    first = messages(caplog)[0].splitlines()[0]
+    assert first == "Found rank divergence (order) at step 2 in start: worker 3 (tp 1, pp 1, cp 0)"
+
+
+def test_the_earlier_step_is_told_first_even_when_it_is_found_later(tmp_path, caplog):
+    ranks = VirtualRanks(tmp_path, wrong={3: at_step(2, skip_saves), 1: at_step(4, change_rows)})
+    for number in range(1, 5):
+        ranks.step(ranks.new_plan(saves=int(number in (2, 4))))
+    told = [text.splitlines()[0] for text in messages(caplog)]
+    assert "(order) at step 2 in start: worker 3" in told[0]
+    assert "(order) at step 2 in finish: worker 3" in told[1]
+    assert "(arguments) at step 4 in bind: worker 1" in told[2]
+
+
 def test_all_workers_that_got_another_plan_than_was_sent_are_named(tmp_path, caplog):
     ranks = VirtualRanks(tmp_path, 2, 1, wrong=dict.fromkeys((0, 1), at_step(1, change_rows)))
     ranks.step(ranks.new_plan(saves=1))
