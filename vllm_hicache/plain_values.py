@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -79,7 +79,8 @@ def _inner(value: object) -> str:
 
 
 def _plain_fields(value: object) -> Plain:
-    fields = _fields(type(value))
+    kind: Any = type(value)  # mypy takes no type for hashable
+    fields = _fields(kind)
     if fields is None:
         return plain(repr(value))
     if not fields:
