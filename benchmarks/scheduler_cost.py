@@ -44,6 +44,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batched-tokens", type=int, default=16384)
     parser.add_argument("--workers", type=int, default=1, help="tensor-parallel workers")
     parser.add_argument("--storage", choices=("file", "none"), default="file")
+    parser.add_argument("--rank-consensus", choices=("off", "report"), default="off")
     parser.add_argument("--out", type=Path, help="folder for scheduler_cost.json")
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
     return parser.parse_args(arguments)
@@ -62,6 +63,7 @@ def rig_options(options: argparse.Namespace, folder: Path) -> RigOptions:
         batched_tokens=options.batched_tokens,
         num_workers=options.workers,
         has_storage=options.storage == "file",
+        rank_consensus=options.rank_consensus,
     )
 
 

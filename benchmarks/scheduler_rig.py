@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_hicache.checked_calls import watch
 from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.connectors.messages import ReportMetadata, WorkerHello
+from vllm_hicache.connectors.worker_side import WorkerSide
 from vllm_hicache.host_pool import HostPool
 from vllm_hicache.layout import LayerSpan, Shard
-from vllm_hicache.plan import Direction, StepPlan
+from vllm_hicache.plan import CopyOp, Direction, StepPlan
 from vllm_hicache.progress_board import ProgressBoard
+from vllm_hicache.rank_events import EventRecorder, pack_batch
 from vllm_hicache.storage_process_config import StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 
@@ -71,6 +75,7 @@ class RigOptions:
     batched_tokens: int
     num_workers: int
     has_storage: bool
+    rank_consensus: str = "off"
 
 
 class HookClock:
@@ -104,6 +109,40 @@ class HookClock:
         return timed
 
 
+class SilentSide:
+    """What a worker's checker records of a step, without the copies."""
+
+    def __init__(self) -> None:
+        self.recorder = EventRecorder()
+        watch(self, self.recorder)
+
+    @wraps(WorkerSide.bind)
+    def bind(self, plan: StepPlan) -> None:
+        self._plan = plan
+        for op in (*plan.sync_loads, *plan.loads):
+            self._submit(Direction.LOAD, op)
+
+    @wraps(WorkerSide._submit)
+    def _submit(self, direction: Direction, op: CopyOp) -> None: ...
+
+    @wraps(WorkerSide._publish)
+    def _publish(self, direction: Direction, op_id: int, is_ok: bool) -> None: ...
+
+    @wraps(WorkerSide.take_failed_requests)
+    def take_failed_requests(self) -> set[str]:
+        return set(self._plan.failed_requests)
+
+    def execute(self, plan: StepPlan) -> bytes:
+        self.bind(plan)
+        for op in plan.saves:
+            self._submit(Direction.SAVE, op)
+            self._publish(Direction.SAVE, op.op_id, True)
+        for op in (*plan.sync_loads, *plan.loads):
+            self._publish(Direction.LOAD, op.op_id, True)
+        self.take_failed_requests()
+        return pack_batch(self.recorder.take_batch())
+
+
 class SilentWorkers:
     """All workers of the engine: they report every copy as done and touch no memory."""
 
@@ -111,6 +150,8 @@ class SilentWorkers:
         self._boards = [ProgressBoard() for _ in range(options.num_workers)]
         self._pools: list[HostPool] = []
         self._processes: list[StorageProcess] = []
+        is_checked = options.rank_consensus != "off"
+        self._sides = [SilentSide() for _ in range(options.num_workers)] if is_checked else []
         num_slots = 2 * options.num_tokens // options.page_size + 64
         addresses = [
             self._start_storage(rank, num_slots, config) if config.storage else None
@@ -160,7 +201,10 @@ class SilentWorkers:
             for op in (*plan.sync_loads, *plan.loads):
                 board.publish(Direction.LOAD, op.op_id, True, 1e-4)
         progress = {rank: board.read() for rank, board in enumerate(self._boards)}
-        return ReportMetadata(progress, plan.number)
+        if not self._sides:
+            return ReportMetadata(progress, plan.number)
+        events = {rank: side.execute(plan) for rank, side in enumerate(self._sides)}
+        return ReportMetadata(progress, plan.number, events)
 
     def close(self) -> None:
         for process in self._processes:
@@ -304,7 +348,10 @@ def _vllm_config(options: RigOptions) -> VllmConfig:
     shape = ("--num-heads", heads, "--num-kv-heads", heads, "--head-size", "64")
     command = [sys.executable, ROOT / "examples" / "tiny_model.py", model, *sizes, *shape]
     subprocess.run([*command, "--max-positions", str(options.max_tokens)], check=True)
-    extra: dict[str, object] = {"page_size": options.page_size}
+    extra: dict[str, object] = {
+        "page_size": options.page_size,
+        "rank_consensus": options.rank_consensus,
+    }
     if options.has_storage:
         extra["storage"] = f"file://{options.folder / 'pages'}"
         extra["min_object_bytes"] = 1

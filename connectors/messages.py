@@ -26,12 +26,18 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     progress: dict[int, WorkerProgress] = field(default_factory=dict)
     plan_number: int = 0
     """Plan of the step whose output carries this report."""
+    events: dict[int, bytes] | None = None
+    """Packed batches of the rank-consensus checker, by worker; None while it is off."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
         if not isinstance(other, ReportMetadata):
             raise TypeError(f"expected a ReportMetadata, got {type(other).__name__}")
         plan_number = min(self.plan_number, other.plan_number)
-        return ReportMetadata({**self.progress, **other.progress}, plan_number)
+        progress = {**self.progress, **other.progress}
+        if self.events is None and other.events is None:
+            return ReportMetadata(progress, plan_number)
+        events = {**(self.events or {}), **(other.events or {})}
+        return ReportMetadata(progress, plan_number, events)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from vllm_hicache.connectors import vllm_view
 from vllm_hicache.connectors.device_blocks import PoolReferences, drain_before_reset
 from vllm_hicache.connectors.events import PageEvents
 from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello
+from vllm_hicache.connectors.rank_checks import SchedulerChecks
 from vllm_hicache.connectors.request_hints import HintReader
 from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
@@ -77,6 +78,7 @@ class SchedulerSide:
         self._planner: Planner | None = None
         self._notice: NearMissNotice | None = None
         self._control: ControlServer | None = None
+        self._checks: SchedulerChecks | None = None
         self._num_storage_changes = 0
         self._loaded: list[str] = []
         self._steps: deque[tuple[int, float, int]] = deque()
@@ -137,6 +139,10 @@ class SchedulerSide:
             link=link,
             namespace=self._namespace().digest,
             on_evict=self._evicted,
+        )
+        parallel = self._vllm_config.parallel_config
+        self._checks = SchedulerChecks.create(
+            self._config, parallel, self._boards, self._planner, self.metrics
         )
         state = "off" if link is None else self._await_storage(link)
         self._open_control(hellos)
@@ -293,6 +299,8 @@ class SchedulerSide:
         self._collect_saves(output, now)
         scheduled = output.total_num_scheduled_tokens
         plan = planner.plan_step(is_busy=scheduled > 0)
+        if self._checks is not None:
+            self._checks.sent(plan)
         self._steps.append((plan.number, now, scheduled))
         self._activity.poll()
         return PlanMetadata(plan)
@@ -336,6 +344,8 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if isinstance(report, ReportMetadata):
             self._time_step(report.plan_number)
+            if self._checks is not None:
+                self._checks.absorb(report)
             for worker_id, progress in report.progress.items():
                 if worker_id not in self._boards:  # a board is never older
                     self.planner.join.update(worker_id, progress)
@@ -429,6 +439,8 @@ class SchedulerSide:
                 time.sleep(POLL_S * 10)
                 self._settle_storage()
             self._channels.close()
+        if self._checks is not None:
+            self._checks.close()
         for board in self._boards.values():
             board.close()
         self._boards.clear()

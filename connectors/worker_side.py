@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
 
+from vllm_hicache.checked_calls import checked
 from vllm_hicache.connectors import agreement, vllm_view
 from vllm_hicache.connectors.messages import ReportMetadata, WorkerHello
+from vllm_hicache.connectors.rank_checks import WorkerChecks
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.host_memory import resolve_host_bytes, tightest_memory_limit
 from vllm_hicache.host_pool import HostPool
 from vllm_hicache.kernels.reference import PageCopier
 from vllm_hicache.plan import CopyOp, Direction, StepPlan
 from vllm_hicache.progress_board import ProgressBoard
+from vllm_hicache.rank_consensus import check_plan
 from vllm_hicache.storage_process_config import StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 from vllm_hicache.transfer import CopyEngine
@@ -42,6 +45,16 @@ SLEEP_DRAIN_S = 30.0
 """Copies that vLLM let start before it sleeps end in milliseconds."""
 
 
+def agreed_slots(agreed: "tuple[int, int, PageLayout, KVFormat]") -> int:
+    """Host slots, the same on all workers."""
+    return agreed[0]
+
+
+def agreed_layout(agreed: "tuple[int, int, PageLayout, KVFormat]") -> int:
+    """Digest of the page layout, the same on all workers."""
+    return agreed[1]
+
+
 class WorkerSide:
     """One worker's hands. Decides nothing: it runs numbered plans and reports counters."""
 
@@ -66,6 +79,7 @@ class WorkerSide:
         self._failed_sync_blocks: set[int] = set()
         self._failed_loads: set[int] = set()
         self._is_asleep = False
+        self._checks = WorkerChecks.create(config, self)
 
     # Start ---------------------------------------------------------------------------------------
 
@@ -88,6 +102,8 @@ class WorkerSide:
         )
         copier = PageCopier(buffer, layers, layout, kv.block_size)
         self._board = ProgressBoard()
+        if self._checks is not None:
+            self._checks.start(self._board)
         self.engine = CopyEngine(copier, self.pool, publish=self._publish, device=buffer.device)
         self.hello = WorkerHello(
             worker_id=self.worker_id,
@@ -106,6 +122,7 @@ class WorkerSide:
             board_token=self._board.token,
         )
 
+    @checked(stream="start", in_step=True, result=(agreed_slots, agreed_layout))
     def _agree(self, buffer: torch.Tensor) -> "tuple[int, int, PageLayout, KVFormat]":
         parallel = self._vllm_config.parallel_config
         replica = parallel.data_parallel_index
@@ -188,6 +205,7 @@ class WorkerSide:
 
     # Steps ---------------------------------------------------------------------------------------
 
+    @check_plan
     def bind(self, plan: StepPlan) -> None:
         """Take this step's plan. Loads start here, behind everything enqueued before this step."""
         self._flush_saves()  # of a step whose wait_for_save never came
@@ -199,6 +217,8 @@ class WorkerSide:
                 f"worker {self.worker_id}: plan {plan.number} came after plan {self._last_plan}"
             )
         self._last_plan, self._plan = plan.number, plan
+        if self._checks is not None:
+            self._checks.begin_step(plan.number)
         self._pending_saves = plan.saves
         for op in (*plan.sync_loads, *plan.loads):
             self._submit(Direction.LOAD, op)
@@ -225,6 +245,8 @@ class WorkerSide:
         for op in saves:
             self._submit(Direction.SAVE, op)
 
+    # Which copies this worker starts. Saves of a step may be started at the beginning of the next.
+    @checked(stream="start {direction}", key="op.op_id", arguments="op.copies")
     def _submit(self, direction: Direction, op: CopyOp) -> None:
         if self.engine is None or self._is_asleep:
             raise InvariantBroken("a plan came while no KV caches are registered")
@@ -232,6 +254,7 @@ class WorkerSide:
         self._submitted[direction] = op.op_id
         self.engine.submit(direction, op.op_id, op.copies, self.engine.fence())
 
+    @checked(in_step=True, result=True)
     def take_failed_requests(self) -> set[str]:
         """Requests that this step's plan says to report as failed; once."""
         plan, self._plan = self._plan, None
@@ -246,8 +269,14 @@ class WorkerSide:
         """Counters since the start, with every step: what was said before costs nothing again."""
         if self._board is None:
             return None
-        return ReportMetadata({self.worker_id: self._board.read()}, self._last_plan)
+        progress = {self.worker_id: self._board.read()}
+        if self._checks is None:
+            return ReportMetadata(progress, self._last_plan)
+        events = {self.worker_id: self._checks.end_step()}
+        return ReportMetadata(progress, self._last_plan, events)
 
+    # A copy that fails on one worker only is no divergence: the join makes it fail on all.
+    @checked(stream="finish {direction}", key="op_id", shown="is_ok")
     def _publish(self, direction: Direction, op_id: int, is_ok: bool) -> None:
         """On the copy thread of the direction."""
         now = time.monotonic()
@@ -285,6 +314,8 @@ class WorkerSide:
         """Finish running copies, let the storage process go; it persists what it was given."""
         is_quiet = self.engine.close(CLOSE_TIMEOUT_S) if self.engine is not None else True
         self.engine = None
+        if self._checks is not None:
+            self._checks.close()
         if self._storage is not None:
             self._storage.stop(0)
             self._storage = None

@@ -104,6 +104,10 @@ class HiCacheConfig:
     kv_events: bool | None
     control_address: str | None
     control_token: str | None
+    rank_consensus: str
+    rank_consensus_events: int
+    rank_consensus_folder: str | None
+    rank_consensus_stall_s: float
     storage: StorageConfig | None
 
     @classmethod

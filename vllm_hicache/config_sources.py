@@ -192,10 +192,14 @@ def _merge(layers: list[dict[str, Given]]) -> dict[str, Given]:
             merged = {
                 name: entry
                 for name, entry in merged.items()
-                if "." not in name and not OPTIONS[name].needs
+                if "." not in name and not _needs_storage(OPTIONS[name])
             }
         merged.update(layer)
     return merged
+
+
+def _needs_storage(option: Option) -> bool:
+    return any(need.startswith(f"{STORAGE}.") for need in option.needs)
 
 
 def parsed(option: Option, entry: Given, problems: list[str]) -> object:

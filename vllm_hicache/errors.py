@@ -41,3 +41,7 @@ class CorruptShard(BackendError):
 
 class InvariantBroken(HiCacheError, AssertionError):
     """The bookkeeping contradicts itself. The engine stops: wrong KV is worse than no KV."""
+
+
+class RankDivergence(InvariantBroken):
+    """Workers did different things, and the rank-consensus checker was told to stop the engine."""

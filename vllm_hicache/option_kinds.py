@@ -114,9 +114,14 @@ def milliseconds() -> Kind:
 
 
 def choice(*names: str, planned: tuple[str, ...] = ()) -> Kind:
-    """One of ``names``; those of ``planned`` are refused as not yet available."""
+    """One of ``names``; those of ``planned`` are refused as not yet available.
+
+    YAML reads ``off`` without quotes as false, so that false stands for the name "off".
+    """
 
     def parse(value: object) -> str:
+        if value is False and "off" in names:
+            return "off"
         if isinstance(value, str) and value in names:
             return value
         if isinstance(value, str) and value in planned:

@@ -56,6 +56,8 @@ _S3 = ("storage.url=s3|plugin",)
 _REDIS = ("storage.url=redis|rediss|redis+unix|unix|redis+cluster|rediss+cluster|plugin",)
 _TIMEOUT = ("storage.url", "prefetch_policy=timeout")
 
+_CHECKED = ("rank_consensus=report|raise|abort",)
+
 _TABLE = (
     Option(
         "config_file",
@@ -238,6 +240,39 @@ _TABLE = (
         "what the command has to show at `control_address`",
         ("control_address",),
         nullable=True,
+    ),
+    Option(
+        "rank_consensus",
+        kinds.choice("off", "report", "raise", "abort"),
+        "off",
+        "report",
+        "compare what each worker did and name the first difference: in the log, by an error that "
+        "stops the engine, or by ending its process at once",
+    ),
+    Option(
+        "rank_consensus_events",
+        kinds.whole(1, 1 << 20),
+        256,
+        1000,
+        "last events of each worker that are written to a file when workers differ",
+        _CHECKED,
+    ),
+    Option(
+        "rank_consensus_folder",
+        kinds.absolute_path(),
+        None,
+        "/var/log/hicache",
+        "where these files go; unset, the folder for temporary files",
+        _CHECKED,
+        nullable=True,
+    ),
+    Option(
+        "rank_consensus_stall_s",
+        kinds.duration(0.1),
+        60.0,
+        "30s",
+        "a worker that shows no progress for so long, while others went on, is named",
+        _CHECKED,
     ),
     Option(
         "storage.url",

@@ -8,6 +8,7 @@ unsigned 64-bit words:
     8      token drawn by the worker, so that a reader knows that it mapped the right page
     64     saves: done, failures, busy nanoseconds
     96     loads: done, failures, busy nanoseconds
+    128    for the rank-consensus checker: signs of life, last step begun, last step ended
     1024   the last 128 failed saves, a ring
     2048   the last 128 failed loads, a ring
 
@@ -29,6 +30,8 @@ _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<15Q")
 """Everything up to the rings, read in the order of its addresses: counters before failures."""
 _SAVES, _LOADS = slice(8, 11), slice(12, 15)
+_SIGNS = struct.Struct("<3Q")
+_PULSE, _BEGUN, _ENDED = 128, 136, 144
 _COUNTERS = {Direction.SAVE: 64, Direction.LOAD: 96}
 _RINGS = {Direction.SAVE: 1024, Direction.LOAD: 2048}
 
@@ -58,6 +61,16 @@ class ProgressBoard:
             self._put(base + 8, failures + 1)
         self._put(base + 16, self._get(base + 16) + int(busy_s * 1e9))
         self._put(base, op_id)
+
+    def beat(self) -> None:
+        """Show that this process lives."""
+        self._put(_PULSE, self._get(_PULSE) + 1)
+
+    def begin_step(self, number: int) -> None:
+        self._put(_BEGUN, number)
+
+    def end_step(self, number: int) -> None:
+        self._put(_ENDED, number)
 
     def read(self) -> WorkerProgress:
         return _read(self._map, _WORDS.unpack_from(self._map, 0))
@@ -106,6 +119,14 @@ class BoardReader:
         if words != self._words:
             self._words, self._progress = words, _read(self._map, words)
         return self._progress
+
+    def signs(self) -> tuple[int, int, int, int, int]:
+        """Signs of life, step begun, step ended, saves done, loads done. Any thread may ask."""
+        done = (
+            _WORD.unpack_from(self._map, _COUNTERS[d])[0] for d in (Direction.SAVE, Direction.LOAD)
+        )
+        pulse, begun, ended = _SIGNS.unpack_from(self._map, _PULSE)
+        return pulse, begun, ended, *done
 
     def close(self) -> None:
         self._map.close()

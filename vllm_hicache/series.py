@@ -44,6 +44,7 @@ FETCH_ENDINGS = (
     "host_full",
     "reset",
 )
+RANK_DIVERGENCES = ("order", "arguments", "result", "stall")
 OPERATION_KINDS = ("save", "load", "exists", "fetch", "persist")
 
 
@@ -137,6 +138,12 @@ _EVENTS = (
     _counter(
         "near_misses",
         "Warnings that storage hit nothing and holds pages under an almost equal namespace.",
+    ),
+    _counter(
+        "rank_divergences",
+        "Differences between workers that the rank-consensus checker found, by class.",
+        "class",
+        RANK_DIVERGENCES,
     ),
 )
 STORAGE_OBJECT_SERIES = (

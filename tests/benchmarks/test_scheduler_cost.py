@@ -154,3 +154,16 @@ def test_a_missed_target_is_told(idle_us, hooks_s, expected):
     kinds = {scheduler_cost.NOTHING: {"median_us": idle_us}}
     arrival = {"hooks": hooks_s, "vllm hashing": 0.1}
     assert len(scheduler_cost.misses(kinds, arrival)) == expected
+
+
+def test_the_checkers_benchmark_compares_both_modes_and_writes_them(tmp_path, monkeypatch, capsys):
+    import rank_consensus_cost
+
+    arguments = "--running 2 --short-prompt 256 --steps 40 --page-size 64 --workers 2 --step-ms 10"
+    options = [*arguments.split(), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["rank_consensus_cost.py", *options])
+    assert rank_consensus_cost.main() == 0
+    record = json.loads((tmp_path / "rank_consensus_cost.json").read_text())
+    assert record["hooks_us"].keys() == record["scheduler_us"].keys() == {"off", "report"}
+    assert record["message_bytes"] > 100
+    assert "of a step of 10 ms" in capsys.readouterr().out

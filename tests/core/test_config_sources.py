@@ -146,6 +146,17 @@ def test_null_storage_of_a_stronger_source_drops_all_about_storage(yaml_file):
     assert config.prefetch_policy == "timeout"
 
 
+def test_null_storage_of_a_stronger_source_leaves_what_has_nothing_to_do_with_storage(yaml_file):
+    path = yaml_file("rank_consensus: raise\nrank_consensus_events: 9\n")
+    config = _parse({"config_file": path}, STORAGE="none")
+    assert (config.rank_consensus, config.rank_consensus_events) == ("raise", 9)
+
+
+@pytest.mark.parametrize(("text", "mode"), [("off", "off"), ('"off"', "off"), ("abort", "abort")])
+def test_off_may_stand_in_yaml_without_quotes(yaml_file, text, mode):
+    assert _parse({"config_file": yaml_file(f"rank_consensus: {text}\n")}).rank_consensus == mode
+
+
 # environment
 
 
@@ -157,6 +168,8 @@ def test_every_option_can_be_given_by_the_environment(name):
     env = {"STORAGE": ANY_OPTION_URL} if option.needs else {}
     if "control_address" in option.needs:
         env["CONTROL_ADDRESS"] = "unix:/run/hicache.sock"
+    if any(need.startswith("rank_consensus=") for need in option.needs):
+        env["RANK_CONSENSUS"] = "report"
     config = _parse({}, **env, **{option.env_name.removeprefix("HICACHE_"): text})
     owner = config.storage if "." in name else config
     assert getattr(owner, option.field) == option.kind.parse(option.example)

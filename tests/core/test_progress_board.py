@@ -76,3 +76,15 @@ def test_a_repeated_reading_changes_nothing_and_a_new_one_counts(board, reader):
 def test_a_board_with_another_token_is_not_read(board):
     assert BoardReader.open(board.path, board.token ^ 1) is None
     assert BoardReader.open("/proc/self/fd/999999", board.token) is None
+
+
+def test_signs_of_life_and_steps_are_seen_beside_the_copies(board, reader):
+    assert reader.signs() == (0, 0, 0, 0, 0)
+    board.beat()
+    board.beat()
+    board.begin_step(7)
+    board.end_step(6)
+    board.publish(Direction.SAVE, 3, True, 0.5)
+    board.publish(Direction.LOAD, 4, False, 0.5)
+    assert reader.signs() == (2, 7, 6, 3, 4)
+    assert reader.read() == board.read()

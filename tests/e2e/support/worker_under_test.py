@@ -6,6 +6,7 @@ Found by name in worker processes through PYTHONPATH; ``HICACHE_`` names belong 
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import few_cores
@@ -18,6 +19,8 @@ from vllm_hicache.kernels.reference import PageCopier
 
 ORIGINAL_LOAD, ORIGINAL_SAVE = PageCopier.load, PageCopier.save
 FLIP_LOADS = "UNDER_TEST_FLIP_LOADS"
+DIVERGE = "UNDER_TEST_DIVERGE"
+"""Path of a file that tells one worker to do something else; see `diverging_worker`."""
 SLOW_COPIES = "UNDER_TEST_SLOW_COPIES"
 """``RANK:SECONDS``: what each copy of that worker takes longer."""
 
@@ -33,6 +36,10 @@ class WorkerUnderTest(Worker):
         rank, _, seconds = os.environ.get(SLOW_COPIES, "").partition(":")
         if rank == str(self.rank):
             slow_all_copies(float(seconds))
+        if os.environ.get(DIVERGE):
+            from diverging_worker import diverge_on_demand
+
+            diverge_on_demand(Path(os.environ[DIVERGE]), self.rank)
 
 
 def flip_all_loads() -> None:

@@ -1,0 +1,103 @@
+"""One worker of a real engine does something else than the others, when a file says so.
+
+The file holds ``RANK:WHAT``; that worker does it at the next occasion, and renames the file to
+``DONE`` with the step in which it did. WHAT is
+
+    fail        a save fails, as a copy may
+    arguments   the plan arrives with the rows of its save in another order
+    result      another answer than the plan's failed requests
+    order       a hook is called twice
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_hicache.connectors.hicache import HiCacheConnector
+from vllm_hicache.connectors.messages import PlanMetadata
+from vllm_hicache.connectors.worker_side import WorkerSide
+from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.plan import CopyOp, StepPlan
+
+DONE = "done"
+
+
+class Orders:
+    """What this worker is told to do wrong."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
+        self._rank = rank
+        self.step = 0
+
+    def take(self, what: str) -> bool:
+        """Whether to do it now; once."""
+        try:
+            order = self._path.read_text()
+        except FileNotFoundError:
+            return False
+        if order != f"{self._rank}:{what}":
+            return False
+        self._path.write_text(str(self.step))
+        self._path.rename(self._path.with_name(DONE))
+        return True
+
+
+def diverge_on_demand(path: Path, rank: int) -> None:
+    """From now on this process obeys the file. Call it before the connector is made."""
+    orders = Orders(path, rank)
+    HiCacheConnector.bind_connector_metadata = binding(
+        HiCacheConnector.bind_connector_metadata, orders
+    )
+    HiCacheConnector.get_transfer_results = asking(HiCacheConnector.get_transfer_results, orders)
+    WorkerSide.take_failed_requests = answering(WorkerSide.take_failed_requests, orders)
+    PageCopier.save = failing(PageCopier.save, orders)
+
+
+def binding(bind: Callable[..., None], orders: Orders) -> Callable[..., None]:
+    def bind_other(connector: HiCacheConnector, metadata: Any) -> None:
+        if isinstance(metadata, PlanMetadata):
+            orders.step = metadata.plan.number
+            if metadata.plan.saves and orders.take("arguments"):
+                metadata = PlanMetadata(with_reversed_rows(metadata.plan))
+        bind(connector, metadata)
+
+    return bind_other
+
+
+def with_reversed_rows(plan: StepPlan) -> StepPlan:
+    """The same copies in another order."""
+    first, *others = plan.saves
+    return replace(plan, saves=(CopyOp(first.op_id, first.copies[::-1].copy()), *others))
+
+
+def asking(ask: Callable[..., Any], orders: Orders) -> Callable[..., Any]:
+    def ask_twice(connector: HiCacheConnector, finished: set[str]) -> Any:
+        if orders.take("order"):
+            connector.worker_side.take_failed_requests()
+        return ask(connector, finished)
+
+    return ask_twice
+
+
+def answering(answer: Callable[..., set[str]], orders: Orders) -> Callable[..., set[str]]:
+    @functools.wraps(answer)  # keeps the mark for the checker
+    def answer_otherwise(side: WorkerSide) -> set[str]:
+        found = answer(side)
+        return {*found, "nobody"} if orders.take("result") else found
+
+    return answer_otherwise
+
+
+def failing(save: Callable[..., None], orders: Orders) -> Callable[..., None]:
+    def save_or_fail(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
+        if orders.take("fail"):
+            raise OSError("told to fail")
+        save(copier, copy_list, host)
+
+    return save_or_fail
