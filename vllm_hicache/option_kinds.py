@@ -113,14 +113,12 @@ def milliseconds() -> Kind:
     return Kind("milliseconds", allowed, parse, _number)
 
 
-def choice(*names: str, planned: tuple[str, ...] = ()) -> Kind:
-    """One of ``names``; those of ``planned`` are refused as not yet available."""
+def choice(*names: str) -> Kind:
+    """One of ``names``."""
 
     def parse(value: object) -> str:
         if isinstance(value, str) and value in names:
             return value
-        if isinstance(value, str) and value in planned:
-            raise ConfigError("this version does not have it yet")
         raise ConfigError("")
 
     return Kind("choice", " or ".join(json.dumps(name) for name in names), parse)

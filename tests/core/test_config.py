@@ -171,7 +171,11 @@ def test_description_parses_back_to_the_same_configuration(extra):
 
 
 def test_description_names_every_option_in_effect():
-    extra = {"storage": "plugin://package.module/Backend", "control_address": "unix:/run/x"}
+    extra = {
+        "storage": "plugin://package.module/Backend",
+        "control_address": "unix:/run/x",
+        "write_policy": "write_through_selective",
+    }
     described = _parse(extra).describe()
     assert list(described) == [*(option.name for option in TOP_OPTIONS), "storage"]
     names = [option.name.removeprefix("storage.") for option in STORAGE_OPTIONS]

@@ -157,6 +157,8 @@ def test_every_option_can_be_given_by_the_environment(name):
     env = {"STORAGE": ANY_OPTION_URL} if option.needs else {}
     if "control_address" in option.needs:
         env["CONTROL_ADDRESS"] = "unix:/run/hicache.sock"
+    if name == "save_after_uses":
+        env["WRITE_POLICY"] = "write_through_selective"
     config = _parse({}, **env, **{option.env_name.removeprefix("HICACHE_"): text})
     owner = config.storage if "." in name else config
     assert getattr(owner, option.field) == option.kind.parse(option.example)
