@@ -34,7 +34,7 @@ class HostTier:
         self._queue = EvictionQueue(policy)
         self._policy = policy
         self._protected: OrderedDict[HostPage, None] = OrderedDict()
-        self._max_protected = int(num_slots * PROTECTED_SHARE)
+        self.max_protected = int(num_slots * PROTECTED_SHARE)
         self._on_evict = on_evict
         self._clock = 0
         self.has_spared = False
@@ -105,7 +105,7 @@ class HostTier:
             page.is_protected = True
             self._protected[page] = None
             self._protected.move_to_end(page)
-        while len(self._protected) > self._max_protected:
+        while len(self._protected) > self.max_protected:
             page, _ = self._protected.popitem(last=False)
             page.is_protected = False
             self._queue.offer(page)

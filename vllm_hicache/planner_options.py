@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.page_uses import POOLS_REMEMBERED, PageUses
-from vllm_hicache.prefetch import FetchPolicy
 
 
 @dataclass(frozen=True, slots=True)

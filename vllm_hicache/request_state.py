@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 from vllm_hicache.worth import Verdict
 
 if TYPE_CHECKING:
+    from vllm_hicache.fetch import Fetch
     from vllm_hicache.loads import RunningLoad
-    from vllm_hicache.prefetch import Fetch
 
 
 class TokenSource(Protocol):

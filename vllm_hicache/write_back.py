@@ -97,7 +97,7 @@ class WriteBack:
         budget, num_seen = MAX_PAGES_PER_SAVE, 0
         for block_id in self._queue.next_reused(self._num_ahead):
             num_seen += 1
-            for page in tuple(self._by_block.get(block_id, ())):
+            for page in self._by_block.get(block_id, [])[::-1]:  # the deepest one first
                 while self._pages.get(page.page_hash) is page:
                     num_planned = self._save_chain(page, budget, now)
                     if num_planned is None:
