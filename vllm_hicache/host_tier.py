@@ -12,6 +12,8 @@ from vllm_hicache.tiers import SlotOwner
 PROTECTED_SHARE = 0.8
 """Most of the pool that may be protected. The rest is where pages stand the test whether they
 are used again: less would lose a conversation before its next turn, more is open to scans."""
+FRESH_SHARE = 0.125
+"""A page is not protected anew before so many of those that may be protected were."""
 
 
 class HostTier:
@@ -33,6 +35,7 @@ class HostTier:
         self.num_pinned = 0
         self._queue = EvictionQueue(policy)
         self._policy = policy
+        self._protections = 0
         self._protected: OrderedDict[HostPage, None] = OrderedDict()
         self.max_protected = int(num_slots * PROTECTED_SHARE)
         self._on_evict = on_evict
@@ -101,14 +104,22 @@ class HostTier:
     def protect(self, pages: Sequence[HostPage]) -> None:
         """Several requests have used these pages of one chain, in its order. Unprotected pages
         leave before them; beyond a share of the pool, those used longest ago lose protection."""
+        self._protections += len(pages)
         for page in reversed(pages):  # so that the deepest loses it first
             page.is_protected = True
+            page.protected_at = self._protections
             self._protected[page] = None
             self._protected.move_to_end(page)
         while len(self._protected) > self.max_protected:
             page, _ = self._protected.popitem(last=False)
             page.is_protected = False
             self._queue.offer(page)
+
+    def is_well_protected(self, page: HostPage) -> bool:
+        """Whether protecting it again would change little: it and its ancestors are far from
+        losing it. Spares a burst of requests for one prefix the work."""
+        age = self._protections - page.protected_at
+        return page.is_protected and age < self.max_protected * FRESH_SHARE
 
     def pin(self, pages: Iterable[HostPage]) -> None:
         for page in pages:

@@ -51,6 +51,3 @@ class PageUses:
                 break
             number += 1
         return number
-
-    def forget(self) -> None:
-        self._counts.clear()

@@ -179,12 +179,18 @@ class Prefetcher:
         if state.waiting_since is None:
             state.waiting_since = now
         if fetch.stage is FetchStage.QUERYING:
-            return now - fetch.asked_at < self._policy.query_s
+            return self._may_wait_for_answer(fetch, now - fetch.asked_at)
         if self._policy.kind == "best_effort":
             return False
         if self._policy.kind == "wait_complete":
             return now - fetch.read_at < self._policy.read_timeout_s
         return self._may_wait(fetch, now - state.waiting_since, now)
+
+    def _may_wait_for_answer(self, fetch: Fetch, waited: float) -> bool:
+        recompute = self._worth.costs.recompute_s(len(fetch.hashes) * self._page_size)
+        if fetch.is_probe and recompute is not None:
+            return waited < min(PATIENCE * recompute, self._policy.query_s)
+        return waited < self._policy.query_s
 
     def _may_wait(self, fetch: Fetch, waited: float, now: float) -> bool:
         """Within the budget, and while the fetch is predicted to end before computing would."""

@@ -30,6 +30,8 @@ class HostPage:
     is_present: bool = True
     is_protected: bool = False
     """Whether several requests used it lately: pages that only one has used leave before it."""
+    protected_at: int = 0
+    """Clock of protections when it was protected last."""
     queued: int = 0
     """Bits: 1 and 2, whether the eviction queue has an entry of it as unprotected, as protected."""
     note: object = field(default=None, repr=False)

@@ -169,7 +169,10 @@ class Saves:
             return
         while first < stop and hashes[first] in self._in_flight:
             first += 1
-        self._save_all(state, first, stop, now, doubts)
+        saved = self._save_all(state, first, stop, now, doubts)
+        if saved < stop:
+            reason = "not_admitted" if self._host.has_spared else "host_full"
+            self._skip(stop - max(saved, had_pages), reason)
 
     def _note_uses(
         self, state: RequestState, hashes: Sequence[bytes], first: int, last: int
@@ -179,10 +182,14 @@ class Saves:
         uses = self._uses
         if uses is None:
             return last
-        start = state.num_used_pages
-        counts = uses.note(hashes[start:last])
+        start, present = state.num_used_pages, min(first, last)
         state.num_used_pages = max(start, last)
-        num_shared = uses.num_shared(hashes[start : min(first, last)])
+        if start < present:
+            deepest = self._host.index.pages_of(hashes[present - 1 : present])[0]
+            if self._host.is_well_protected(deepest):
+                start = present
+        counts = uses.note(hashes[start:last])
+        num_shared = uses.num_shared(hashes[start:present])
         if num_shared:
             self._host.protect(self._host.index.pages_of(hashes[start : start + num_shared]))
         if self._min_uses <= 1:
@@ -201,15 +208,14 @@ class Saves:
         last: int,
         now: float,
         doubts: tuple[RunningLoad, ...],
-    ) -> None:
+    ) -> int:
+        """Save pages ``[first, last)`` as far as there is room; returns up to where."""
         while first < last:
             stop = min(first + MAX_PAGES_PER_SAVE, last)
-            saved = self.plan(self._run_of(state, first, stop, doubts), now)
-            first += saved
+            first += self.plan(self._run_of(state, first, stop, doubts), now)
             if first < stop:
-                reason = "not_admitted" if self._host.has_spared else "host_full"
-                self._skip(last - first, reason)
                 break
+        return first
 
     def _run_of(
         self, state: RequestState, first: int, stop: int, doubts: tuple[RunningLoad, ...]

@@ -178,6 +178,22 @@ def test_the_end_of_a_chain_loses_its_protection_before_its_beginning():
     assert tier.has_spared
 
 
+def test_a_burst_of_requests_for_one_prefix_protects_it_once_and_keeps_it():
+    clients = _Clients()
+    clients.ask(1, 20)
+    for _ in range(3):
+        clients.ask(1, 20)
+    clock = clients.rig.planner.host._protections
+    for _ in range(50):
+        clients.ask(1, 20)
+    assert clients.rig.planner.host._protections == clock
+    for i in range(20):  # others are protected; the prefix goes on being used
+        for _ in range(2):
+            clients.ask(1000 + i, 10)
+        assert clients.ask(1, 20) == 20
+    assert clients.rig.planner.host._protections > clock + 200
+
+
 class _Forest:
     """A host tier with random chains, protections and pins, and what a plain search says."""
 

@@ -281,6 +281,18 @@ def test_a_probe_that_stays_slow_costs_a_tenth_of_the_computing_time():
     assert rig.match(state) == NO_MATCH
 
 
+def test_a_probe_waits_for_the_answer_no_longer_either():
+    rig = _with_storage(fetch={"base_s": 100.0, "exists_timeout_s": 5.0})
+    _prefill(rig, 24.0)
+    _slow_storage(rig, 5.0)
+    for i in range(PROBE_EVERY):
+        state = rig.request(f"r{i}", [i, *TOKENS[1:]])
+    rig.now = 0.09
+    assert rig.match(state) == ASK_AGAIN
+    rig.now = 0.11
+    assert rig.match(state) == NO_MATCH
+
+
 # The crossover -----------------------------------------------------------------------------------
 
 

@@ -371,8 +371,8 @@ class _Story:
 
 def test_whatever_is_in_host_is_right_and_has_its_ancestors_in_random_stories():
     total: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(24):
         total += _Story(seed).run()
-    assert total["saved_tokens"] > 5000
-    assert total["save_skipped_tokens/reused"] > 500
-    assert total["pages looked at"] > 50_000
+    assert total["saved_tokens"] > 2000
+    assert total["save_skipped_tokens/reused"] > 200
+    assert total["pages looked at"] > 20_000
