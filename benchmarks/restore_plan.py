@@ -154,6 +154,7 @@ def _hicache(
         "host_memory": host_memory,
         "page_size": options.page_size,
         "prefetch_policy": options.prefetch_policy,
+        "skip_slow_loads": False,  # a restore is measured, not whether it pays
     }
     if options.load_mode != "auto":
         extra["sync_load_max_ms"] = SYNC_LOAD_MAX_MS[options.load_mode]

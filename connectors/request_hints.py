@@ -15,10 +15,13 @@ logger = logging.getLogger(__name__)
 
 KEY = "hicache"
 MAX_PRIORITY = 100
+MAX_PIN_S = 86_400
+"""A day. Longer, a forgotten hint would outlive what it was meant for."""
 _ALLOWED = {
     "load": "true or false",
     "store": "true or false",
     "priority": f"a whole number from 0 to {MAX_PRIORITY}",
+    "pin_s": f"a number of seconds from 0 to {MAX_PIN_S}",
 }
 MAX_TOLD = 20
 """A client that sends bad hints sends many; the counter has them all."""
@@ -27,18 +30,20 @@ MAX_TOLD = 20
 @dataclass(frozen=True, slots=True)
 class Hints:
     """``load``: take pages from host and storage. ``store``: keep pages there that it computes.
-    ``priority``: of its pages in host, where the policy ``priority`` evicts lower ones first."""
+    ``priority``: of its pages in host, where the policy ``priority`` evicts lower ones first.
+    ``pin_s``: seconds after its end for which its pages stay in host, within a limit."""
 
     load: bool = True
     store: bool = True
     priority: int = 0
+    pin_s: float = 0
 
     @classmethod
     def parse(cls, params: object) -> "Hints":
         """The hints among vLLM's ``kv_transfer_params``; ``ConfigError`` says what is wrong.
 
         >>> Hints.parse({"hicache": {"store": False}, "others": 1})
-        Hints(load=True, store=False, priority=0)
+        Hints(load=True, store=False, priority=0, pin_s=0)
         """
         table = params.get(KEY) if isinstance(params, Mapping) else None
         if table is None:
@@ -58,8 +63,10 @@ _NONE = Hints()
 
 def _is_valid(name: str, value: object) -> bool:
     if name == "priority":
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        return is_number and 0 <= value <= MAX_PRIORITY  # type: ignore[operator]
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_PRIORITY
+    if name == "pin_s":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and 0 <= value <= MAX_PIN_S  # type: ignore[operator]
     return isinstance(value, bool)
 
 

@@ -55,6 +55,11 @@ SHUTDOWN_COPY_S = 1.0
 START_STORAGE_S = 5.0
 """Longest time for a storage process to come up, besides connecting to its service."""
 POLL_S = 0.0005
+AHEAD_STEPS = 4
+"""Steps whose device blocks are saved ahead of their reuse. A copy that was planned in one step is
+done one or two later; less would lose pages under load, more saves what may be used again."""
+MAX_AHEAD_SHARE = 0.25
+"""The same as a part of all device blocks, for small ones."""
 
 
 class SchedulerSide:
@@ -139,6 +144,7 @@ class SchedulerSide:
             link=link,
             namespace=self._namespace().digest,
             on_evict=self._evicted,
+            queue=self._blocks,
         )
         parallel = self._vllm_config.parallel_config
         self._checks = SchedulerChecks.create(
@@ -216,12 +222,26 @@ class SchedulerSide:
                 min_tokens=config.prefetch_min_tokens,
                 exists_timeout_s=storage.exists_timeout_s if storage is not None else 0.0,
                 read_timeout_s=operation_s,
+                max_share=config.prefetch_max_percent / 100,
+                max_tenant_share=config.prefetch_tenant_max_percent / 100,
             ),
             persist_timeout_s=operation_s * PERSIST_TIMEOUT_FACTOR,
             sync_load_max_s=config.sync_load_max_ms / 1000,
             defer_max_blocks=config.defer_max_blocks,
             shares_device_pages=self._shares_device_pages,
+            write_policy=config.write_policy,
+            min_uses=config.save_after_uses,
+            num_ahead_blocks=self._num_ahead_blocks(),
+            admission=config.admission,
+            max_pinned_share=config.pin_max_percent / 100,
+            skip_slow_loads=config.skip_slow_loads,
         )
+
+    def _num_ahead_blocks(self) -> int:
+        """Free blocks that `write_back` keeps saved: what the next steps can take."""
+        num_tokens = AHEAD_STEPS * self._vllm_config.scheduler_config.max_num_batched_tokens
+        pool = self._blocks.num_blocks
+        return min(-(-num_tokens // self._block_size), int(pool * MAX_AHEAD_SHARE))
 
     def _namespace(self) -> Namespace:
         return vllm_view.build_namespace(
@@ -241,6 +261,8 @@ class SchedulerSide:
             why_not="skip_reading" if skips else "not_wanted",
             may_save=hints.store,
             priority=hints.priority,
+            pin_s=hints.pin_s,
+            tenant=request.cache_salt or "",
         )
         self._requests[request.request_id] = state
         self._settle_storage()
@@ -284,7 +306,7 @@ class SchedulerSide:
             state.block_ids = block_ids
             certain = min(request.num_computed_tokens, request.num_tokens - 1)
             self.planner.collect_saves(state, certain, time.monotonic())
-        self.planner.finish(state)
+        self.planner.finish(state, time.monotonic())
 
     # Steps ---------------------------------------------------------------------------------------
 
@@ -298,7 +320,7 @@ class SchedulerSide:
         self._follow_blocks(output)
         self._collect_saves(output, now)
         scheduled = output.total_num_scheduled_tokens
-        plan = planner.plan_step(is_busy=scheduled > 0)
+        plan = planner.plan_step(is_busy=scheduled > 0, now=now)
         if self._checks is not None:
             self._checks.sent(plan)
         self._steps.append((plan.number, now, scheduled))
@@ -307,14 +329,17 @@ class SchedulerSide:
 
     def _follow_blocks(self, output: "SchedulerOutput") -> None:
         """Keep each request's block table: whole at admission, then what each step appends."""
+        num_taken = 0
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
+            num_taken += len(new.block_ids[0])
             if state is not None:
                 state.block_ids = list(new.block_ids[0])
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is None:
                 continue
+            num_taken += len(block_ids[0])
             state = self._requests.get(request_id)
             if state is None:
                 continue
@@ -322,6 +347,8 @@ class SchedulerSide:
                 state.block_ids = list(block_ids[0])
             else:
                 state.block_ids.extend(block_ids[0])
+        if self.planner.write_back is not None:
+            self.planner.write_back.count_taken(num_taken)
 
     def _collect_saves(self, output: "SchedulerOutput", now: float) -> None:
         page_size = self._config.page_size
@@ -453,7 +480,7 @@ class SchedulerSide:
 
     def take_stats(self) -> HiCacheStats | None:
         if self._planner is not None:
-            self._planner.update_gauges()
+            self._planner.gauges.update()
         return HiCacheStats.take(self.metrics)
 
     def _tell(self, pages: "Iterable[HostPage]", tier: str) -> None:

@@ -14,6 +14,7 @@ use_connector '{
     "storage": {"url": "file://'$WORK/storage'", "exists_timeout_s": 10, "operation_timeout_s": 60,
                 "shutdown_grace_s": 30},
     "page_size": 64,
+    "skip_slow_loads": false,
     "min_object_bytes": 1,
     "prefetch_policy": "wait_complete"
 }'

@@ -19,6 +19,7 @@ use_connector '{
     "storage": {"key_prefix": "'$KEY_PREFIX'", "ttl_s": "10min", "exists_timeout_s": 2},
     "fixed_weights": true,
     "page_size": 64,
+    "skip_slow_loads": false,
     "min_object_bytes": 1,
     "prefetch_timeout_base_s": '$DEADLINE_S',
     "prefetch_timeout_per_1k_tokens_s": 0

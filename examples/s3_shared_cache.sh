@@ -34,6 +34,7 @@ use_connector '{
                 "shutdown_grace_s": 30},
     "fleet": {"tp": ['$(fleet_sizes 1)'], "pp": ['$(fleet_sizes 2)']},
     "page_size": 64,
+    "skip_slow_loads": false,
     "min_object_bytes": 1,
     "prefetch_policy": "wait_complete"
 }'

@@ -20,6 +20,7 @@ def audit(planner: Planner, *, is_idle: bool, num_held_blocks: int) -> list[str]
     findings = [
         *_slot_findings(planner, pins),
         *_page_findings(planner),
+        *_protection_findings(planner),
         *_pin_findings(planner, pins),
         *_block_findings(planner, num_held_blocks),
         *_load_findings(planner),
@@ -40,7 +41,7 @@ def check(planner: Planner, *, is_idle: bool, num_held_blocks: int) -> None:
 
 def _pins(planner: Planner) -> Counter[HostPage]:
     """Pins that running operations and waiting requests account for, by page."""
-    pins: Counter[HostPage] = Counter()
+    pins: Counter[HostPage] = Counter(planner.pins.pinned_pages())
     for load in planner.loads.running():
         pins.update(load.pages)
     if planner.persists is not None:
@@ -97,6 +98,17 @@ def _page_findings(planner: Planner) -> Iterator[str]:
             yield f"the page in slot {page.slot} could be evicted but is not queued"
 
 
+def _protection_findings(planner: Planner) -> Iterator[str]:
+    """Protected pages are those that say so, and within their share."""
+    host = planner.host
+    listed = set(host.protected_pages())
+    marked = {page for page in host.index.pages() if page.is_protected}
+    if listed != marked:
+        yield f"{len(listed)} pages are listed as protected, {len(marked)} are marked so"
+    if len(listed) > host.max_protected:
+        yield f"{len(listed)} pages are protected, at most {host.max_protected} may be"
+
+
 def _pin_findings(planner: Planner, pins: Counter[HostPage]) -> Iterator[str]:
     for page in {*planner.host.index.pages(), *pins}:
         if page.pins != pins[page]:
@@ -149,6 +161,8 @@ def _map_findings(planner: Planner) -> Iterator[str]:
     linked = set(prefetcher.linked_fetches())
     if any(not fetch.is_running or not fetch.num_waiting for fetch in linked):
         yield "a fetch that has ended or is cancelled can still be joined"
+    if prefetcher.num_occupied != sum(fetch.num_occupied for fetch in prefetcher.fetches()):
+        yield f"{prefetcher.num_occupied} host pages count as filled by fetches, they fill others"
     if prefetcher.num_slots != len(prefetcher.slots()):
         yield f"fetches count {prefetcher.num_slots} slots and own {len(prefetcher.slots())}"
 
@@ -173,6 +187,8 @@ def _idle_findings(planner: Planner, num_held_blocks: int) -> Iterator[str]:
     }
     if prefetcher is not None:
         leftovers["awaited fetches"] = prefetcher.num_awaited
+        if not prefetcher.num_reading:
+            leftovers["host pages of fetches"] = prefetcher.num_occupied
         leftovers["running queries"] = prefetcher.num_querying
         leftovers["pages marked as being fetched"] = len(prefetcher.linked_fetches())
     for what, number in leftovers.items():

@@ -86,9 +86,13 @@ class HiCacheConfig:
     host_memory: HostMemory
     page_size: int
     write_policy: str
+    save_after_uses: int
+    admission: str
+    pin_max_percent: int
     eviction: str
     load_mode: str
     sync_load_max_ms: float
+    skip_slow_loads: bool
     defer_max_blocks: int
     weights_id: str | None
     fixed_weights: bool
@@ -100,6 +104,8 @@ class HiCacheConfig:
     prefetch_timeout_base_s: float
     prefetch_timeout_per_1k_tokens_s: float
     prefetch_min_tokens: int
+    prefetch_max_percent: int
+    prefetch_tenant_max_percent: int
     log_interval_s: float
     kv_events: bool | None
     control_address: str | None

@@ -9,23 +9,23 @@ from vllm_hicache.prefix_index import HostPage
 PROTECTED_USES = 2
 """Uses from which `slru` keeps a page in its protected segment."""
 
-Order = tuple[int, int]
+Order = tuple[int, int, int]
 
 
 def _lru(page: HostPage) -> Order:
-    return (0, page.last_use)
+    return (page.is_protected, page.last_use, 0)
 
 
 def _lfu(page: HostPage) -> Order:
-    return (page.num_uses, page.last_use)
+    return (page.is_protected, page.num_uses, page.last_use)
 
 
 def _slru(page: HostPage) -> Order:
-    return (int(page.num_uses >= PROTECTED_USES), page.last_use)
+    return (page.is_protected, page.num_uses >= PROTECTED_USES, page.last_use)
 
 
 def _priority(page: HostPage) -> Order:
-    return (page.priority, page.last_use)
+    return (page.priority, page.is_protected, page.last_use)
 
 
 ORDERS: dict[str, Callable[[HostPage], Order]] = {
@@ -40,15 +40,15 @@ ORDERS: dict[str, Callable[[HostPage], Order]] = {
 class EvictionQueue:
     """Evictable pages in eviction order.
 
-    A page has one entry at most. It is not moved when the page is used, keys only grow: a
-    popped entry whose key is out of date is pushed again, one whose page is pinned, gone or a
-    parent is dropped. Whoever makes a page evictable (unpinned, lost its last child, added)
-    calls ``offer``.
+    A page has one entry at most as protected and one as unprotected. It is not moved when the
+    page is used, such keys only grow: a popped entry whose key is out of date is pushed again,
+    one whose page is pinned, gone or a parent is dropped. Whoever makes a page evictable
+    (unpinned, lost its last child, added) or takes its protection away calls ``offer``.
     """
 
     def __init__(self, policy: str) -> None:
         self._order = ORDERS[policy]
-        self._heap: list[tuple[Order, int, HostPage]] = []
+        self._heap: list[tuple[Order, int, bool, HostPage]] = []
         self._ticket = count()
 
     def __len__(self) -> int:
@@ -56,17 +56,18 @@ class EvictionQueue:
 
     def offer(self, page: HostPage) -> None:
         if page.is_evictable and not page.is_queued:
-            page.is_queued = True
-            heapq.heappush(self._heap, (self._order(page), next(self._ticket), page))
+            page.queued |= 1 << page.is_protected
+            entry = (self._order(page), next(self._ticket), page.is_protected, page)
+            heapq.heappush(self._heap, entry)
 
     def pop(self) -> HostPage | None:
         """The page to evict next, or None when no page is evictable."""
         while self._heap:
-            order, _, page = heapq.heappop(self._heap)
-            page.is_queued = False
+            order, _, as_protected, page = heapq.heappop(self._heap)
+            page.queued &= ~(1 << as_protected)
             if not page.is_evictable:
                 continue
-            if order == self._order(page):
+            if as_protected == page.is_protected and order == self._order(page):
                 return page
             self.offer(page)
         return None

@@ -1,5 +1,6 @@
-"""The host tier: slots, index and eviction behind five verbs."""
+"""The host tier: slots, index, protection and eviction behind six verbs."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_hicache.errors import InvariantBroken
@@ -7,6 +8,12 @@ from vllm_hicache.eviction import EvictionQueue
 from vllm_hicache.host_slots import HostSlots
 from vllm_hicache.prefix_index import HostPage, PrefixIndex
 from vllm_hicache.tiers import SlotOwner
+
+PROTECTED_SHARE = 0.8
+"""Most of the pool that may be protected. The rest is where pages stand the test whether they
+are used again: less would lose a conversation before its next turn, more is open to scans."""
+FRESH_SHARE = 0.125
+"""A page is not protected anew before so many of those that may be protected were."""
 
 
 class HostTier:
@@ -28,20 +35,43 @@ class HostTier:
         self.num_pinned = 0
         self._queue = EvictionQueue(policy)
         self._policy = policy
+        self._protections = 0
+        self._protected: OrderedDict[HostPage, None] = OrderedDict()
+        self.max_protected = int(num_slots * PROTECTED_SHARE)
         self._on_evict = on_evict
         self._clock = 0
+        self.has_spared = False
+        """Whether the last allocation fell short of a protected page, not of evictable ones."""
 
     @property
     def num_queued(self) -> int:
-        """Entries of the eviction queue; at most one a page."""
+        """Entries of the eviction queue; at most two a page."""
         return len(self._queue)
 
-    def allocate(self, count: int) -> list[int]:
-        """Up to ``count`` slots, evicting pages where none is free."""
+    @property
+    def num_protected(self) -> int:
+        return len(self._protected)
+
+    def protected_pages(self) -> list[HostPage]:
+        """Protected pages, the one that loses its protection next first."""
+        return list(self._protected)
+
+    def allocate(self, count: int, num_proven: int | None = None) -> list[int]:
+        """Up to ``count`` slots, evicting pages where none is free.
+
+        With ``num_proven`` only the first so many may take the place of a protected page; where
+        the policy is ``priority``, priorities decide alone.
+        """
         taken = self.slots.take(count)
+        self.has_spared = False
+        spares = num_proven is not None and self._policy != "priority"
         while len(taken) < count:
             page = self._queue.pop()
             if page is None:
+                break
+            if spares and page.is_protected and len(taken) >= (num_proven or 0):
+                self._queue.offer(page)
+                self.has_spared = True
                 break
             self._evict(page)
             taken += self.slots.take(1)
@@ -70,6 +100,26 @@ class HostTier:
         """Record a use. Ancestors inherit it, and the priority, when their last child leaves."""
         self._use(page)
         page.priority = max(page.priority, priority)
+
+    def protect(self, pages: Sequence[HostPage]) -> None:
+        """Several requests have used these pages of one chain, in its order. Unprotected pages
+        leave before them; beyond a share of the pool, those used longest ago lose protection."""
+        self._protections += len(pages)
+        for page in reversed(pages):  # so that the deepest loses it first
+            page.is_protected = True
+            page.protected_at = self._protections
+            self._protected[page] = None
+            self._protected.move_to_end(page)
+        while len(self._protected) > self.max_protected:
+            page, _ = self._protected.popitem(last=False)
+            page.is_protected = False
+            self._queue.offer(page)
+
+    def is_well_protected(self, page: HostPage) -> bool:
+        """Whether protecting it again would change little: it and its ancestors are far from
+        losing it. Spares a burst of requests for one prefix the work."""
+        age = self._protections - page.protected_at
+        return page.is_protected and age < self.max_protected * FRESH_SHARE
 
     def pin(self, pages: Iterable[HostPage]) -> None:
         for page in pages:
@@ -125,6 +175,7 @@ class HostTier:
             if page.pins == 0:
                 self.slots.release(page.slot)
         self._queue = EvictionQueue(self._policy)
+        self._protected.clear()
         return len(pages)
 
     def _use(self, page: HostPage) -> None:
@@ -144,5 +195,8 @@ class HostTier:
 
     def _remove(self, page: HostPage) -> None:
         self.index.remove(page)
+        if page.is_protected:
+            del self._protected[page]
+            page.is_protected = False
         if self._on_evict is not None:
             self._on_evict(page)

@@ -113,19 +113,14 @@ def milliseconds() -> Kind:
     return Kind("milliseconds", allowed, parse, _number)
 
 
-def choice(*names: str, planned: tuple[str, ...] = ()) -> Kind:
-    """One of ``names``; those of ``planned`` are refused as not yet available.
-
-    YAML reads ``off`` without quotes as false, so that false stands for the name "off".
-    """
+def choice(*names: str) -> Kind:
+    """One of ``names``. YAML reads ``off`` without quotes as false, which stands for "off"."""
 
     def parse(value: object) -> str:
         if value is False and "off" in names:
             return "off"
         if isinstance(value, str) and value in names:
             return value
-        if isinstance(value, str) and value in planned:
-            raise ConfigError("this version does not have it yet")
         raise ConfigError("")
 
     return Kind("choice", " or ".join(json.dumps(name) for name in names), parse)

@@ -86,10 +86,34 @@ _TABLE = (
     ),
     Option(
         "write_policy",
-        kinds.choice("write_through", planned=("write_through_selective", "write_back")),
+        kinds.choice("write_through", "write_through_selective", "write_back"),
         "write_through",
-        "write_through",
-        "when pages are saved to host memory: all of them, as soon as they are computed",
+        "write_back",
+        "when pages are saved to host memory: as soon as they are computed, when several requests "
+        "have used them, or just before vLLM reuses their device blocks",
+    ),
+    Option(
+        "save_after_uses",
+        kinds.whole(1, 255),
+        2,
+        3,
+        "requests that must have used a page before it is saved",
+        ("write_policy=write_through_selective",),
+    ),
+    Option(
+        "admission",
+        kinds.choice("probation", "always"),
+        "probation",
+        "always",
+        "whether a page that one request alone has used may take the place of one that several "
+        "have used",
+    ),
+    Option(
+        "pin_max_percent",
+        kinds.whole(0, 90),
+        25,
+        50,
+        "part of the host pool that requests may keep with the hint `pin_s`; 0 turns it off",
     ),
     Option(
         "eviction",
@@ -111,6 +135,13 @@ _TABLE = (
         3.0,
         3.0,
         "a load predicted to be shorter runs before the step's forward; 0 turns that off",
+    ),
+    Option(
+        "skip_slow_loads",
+        kinds.flag(),
+        True,
+        False,
+        "a load or fetch that is predicted to take longer than computing its tokens is not made",
     ),
     Option(
         "defer_max_blocks",
@@ -205,6 +236,22 @@ _TABLE = (
         256,
         256,
         "a fetch of fewer tokens is not started",
+        _URL,
+    ),
+    Option(
+        "prefetch_max_percent",
+        kinds.whole(1, 100),
+        50,
+        30,
+        "part of the host pool that all fetches together may fill at a time",
+        _URL,
+    ),
+    Option(
+        "prefetch_tenant_max_percent",
+        kinds.whole(1, 100),
+        25,
+        10,
+        "the same for the fetches of one tenant: requests with one `cache_salt`",
         _URL,
     ),
     Option(

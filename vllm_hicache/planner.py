@@ -15,45 +15,33 @@ from itertools import count
 
 from vllm_hicache.cost_model import CostModel
 from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.gauges import Gauges
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import Loads, RunningLoad
-from vllm_hicache.metrics import Ledger, Metrics, StorageCounters
+from vllm_hicache.metrics import Ledger, Metrics
 from vllm_hicache.persists import Persists
+from vllm_hicache.pins import PinnedPages
 from vllm_hicache.plan import Direction, StepPlan
-from vllm_hicache.prefetch import FetchPolicy, Prefetcher
+from vllm_hicache.planner_options import PlannerOptions
+from vllm_hicache.prefetch import Prefetcher
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import Outcome, ProgressJoin
-from vllm_hicache.request_state import DeviceBlocks, RequestState
+from vllm_hicache.request_state import DeviceBlocks, DeviceQueue, RequestState
 from vllm_hicache.saves import Saves
-from vllm_hicache.storage_channel import ChannelDown, ChannelUp
+from vllm_hicache.storage_answers import StorageAnswers
 from vllm_hicache.storage_link import StorageLink
-from vllm_hicache.storage_messages import (
-    Drained,
-    Hello,
-    NearMisses,
-    PersistDone,
-    PersistReleased,
-    Stats,
-    Switching,
-)
+from vllm_hicache.worth import Verdict, Worth
+from vllm_hicache.write_back import WriteBack
 
-
-@dataclass(frozen=True, slots=True)
-class PlannerOptions:
-    """Numbers that the planner decides by; all agreed between the workers at start."""
-
-    page_size: int
-    block_size: int
-    num_host_slots: int
-    page_bytes: tuple[int, ...]
-    """Bytes of one page, by worker."""
-    eviction: str
-    fetch: FetchPolicy
-    persist_timeout_s: float
-    sync_load_max_s: float
-    defer_max_blocks: int
-    shares_device_pages: bool
-    """Whether vLLM's prefix caching lets one request use what another one loaded."""
+__all__ = [
+    "ASK_AGAIN",
+    "NOTHING_SETTLED",
+    "NO_MATCH",
+    "Match",
+    "Planner",
+    "PlannerOptions",
+    "Settled",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +61,6 @@ class Settled:
     published: tuple[HostPage, ...] = ()
 
 
-# What `update_gauges` sets, in its order: name and label.
-_GAUGES = (
-    ("host_slots_used", ""),
-    ("host_slots_pinned", ""),
-    ("device_blocks_held", ""),
-    *(("operations_running", kind) for kind in ("save", "load", "exists", "fetch", "persist")),
-)
 NOTHING_SETTLED = Settled()
 NO_MATCH = Match(0)
 ASK_AGAIN = Match(None)
@@ -97,6 +78,7 @@ class Planner:
         link: StorageLink | None,
         namespace: str,
         on_evict: Callable[[HostPage], None] | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self.options = options
         self.metrics = metrics
@@ -104,20 +86,37 @@ class Planner:
         self.link = link
         self.ledger = Ledger(metrics)
         self.costs = CostModel()
+        self.worth = Worth(
+            self.costs,
+            max(options.page_bytes) / options.page_size,
+            is_on=options.skip_slow_loads,
+        )
         self.join = ProgressJoin(len(options.page_bytes))
         self._blocks = blocks
         self.host = HostTier(options.num_host_slots, options.eviction, on_evict)
         sizes = {"page_size": options.page_size, "block_size": options.block_size}
-        self.saves = Saves(self.host, blocks, metrics, **sizes)
+        self.saves = Saves(
+            self.host,
+            blocks,
+            metrics,
+            **sizes,
+            uses=options.page_uses(),
+            min_uses=options.min_uses_to_save,
+        )
+        self.write_back = self._make_write_back(queue)
+        self.pins = PinnedPages(
+            self.host,
+            metrics,
+            max_pages=int(options.num_host_slots * options.max_pinned_share),
+            page_size=options.page_size,
+        )
         self.loads = Loads(self.host, metrics, self.ledger, **sizes)
         self.prefetcher: Prefetcher | None = None
         self.persists: Persists | None = None
-        self.num_storage_changes = 0
-        """How often a worker's storage was attached, detached or replaced since the start."""
-        self._switching: set[int] = set()
+        self.answers: StorageAnswers | None = None
         if link is not None:
             self.prefetcher = Prefetcher(
-                self.host, link, metrics, self.costs, options.fetch, page_size=options.page_size
+                self.host, link, metrics, self.worth, options.fetch, page_size=options.page_size
             )
             self.persists = Persists(
                 self.host,
@@ -127,8 +126,7 @@ class Planner:
                 page_bytes=options.page_bytes,
                 deadline_s=options.persist_timeout_s,
             )
-        self._storage_counters = StorageCounters(metrics)
-        self._near_misses: list[bytes] = []
+            self.answers = StorageAnswers(link, self.persists, self.prefetcher, metrics)
         self._finished_saves: deque[Outcome] = deque()
         self._plan_numbers = count(1)
         self._failed_requests: list[str] = []
@@ -136,8 +134,25 @@ class Planner:
         self._was_busy = False
         self._copy_seconds = 0.0
         self._bytes_per_page = sum(options.page_bytes)
-        self._gauged: tuple[int, ...] = ()
-        metrics.gauge("host_slots_total", options.num_host_slots)
+        self.gauges = Gauges(self)
+
+    def _make_write_back(self, queue: DeviceQueue | None) -> WriteBack | None:
+        """Without a prefix cache vLLM keeps nothing that could be saved later."""
+        options = self.options
+        if options.write_policy != "write_back" or not options.shares_device_pages:
+            return None
+        if queue is None:
+            raise InvariantBroken("write_back needs to know which blocks vLLM reuses next")
+        self.saves.write_back = WriteBack(
+            self.host,
+            self.saves,
+            queue,
+            self.metrics,
+            page_size=options.page_size,
+            block_size=options.block_size,
+            num_ahead_blocks=options.num_ahead_blocks,
+        )
+        return self.saves.write_back
 
     # A request's life --------------------------------------------------------------------------
 
@@ -192,7 +207,13 @@ class Planner:
         if self._is_landing(hashes[num_local // page_size]) and can_defer:
             return self._defer(num_local)
         num_tokens = usable - num_local
-        return Match(num_tokens, is_async=not self._is_quick(num_tokens))
+        is_async = not self._is_quick(num_tokens)
+        if state.verdict is None or state.verdict[0] != num_tokens:
+            state.verdict = num_tokens, self.worth.load(num_tokens, is_async=is_async)
+        if state.verdict[1] is Verdict.NO:
+            state.withheld_reason = "recompute_faster"
+            return NO_MATCH
+        return Match(num_tokens, is_async)
 
     def admit(self, state: RequestState) -> None:
         """The request got its blocks and needs nothing more of host: what was found and not
@@ -211,10 +232,12 @@ class Planner:
             self.ledger.unserved(request_id, state.withheld_reason, withheld)
         fetch = state.fetch
         if fetch is not None and self.prefetcher is not None:
-            short = (fetch.query.agreed - fetch.num_published) * self.options.page_size
-            if fetch.slots and short > 0 and fetch.num_waiting == 1:
+            reason, num_pages = fetch.shortfall(
+                (state.num_local_tokens + state.num_found_tokens) // self.options.page_size
+            )
+            short = num_pages * self.options.page_size
+            if short > 0 and fetch.num_waiting == 1:
                 self.ledger.found(request_id, "storage", short)
-                reason = "deadline" if fetch.is_running else "short_fetch"
                 self.ledger.unserved(request_id, reason, short)
             self.prefetcher.leave(state)
 
@@ -227,6 +250,8 @@ class Planner:
                 f"request {state.request_id}: vLLM expects {num_tokens} tokens, "
                 f"the last lookup offered {state.num_offered_tokens}"
             )
+        if self.write_back is not None:
+            self.write_back.count_taken(len(block_ids))
         load = self.loads.begin(state, num_tokens, block_ids, now)
         self._admit(state, load.num_tokens)
         return load
@@ -235,6 +260,8 @@ class Planner:
         """The first ``num_tokens`` are on the device after this step: save what host lacks."""
         had_pages = state.num_saved_pages
         self.saves.collect(state, num_tokens, now, self.loads.doubts(state.block_ids))
+        if state.pin_s and state.num_saved_pages > had_pages:
+            self.pins.keep(state, had_pages, state.num_saved_pages, now)
         if self.persists is None or had_pages or not state.num_saved_pages:
             return
         hashes = state.tokens.page_hashes(state.num_saved_pages)
@@ -248,10 +275,13 @@ class Planner:
         state.block_ids = []
         state.num_saved_pages = 0
         state.is_admitted = False
+        state.verdict = None
 
-    def finish(self, state: RequestState) -> None:
+    def finish(self, state: RequestState, now: float = 0.0) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
         state.is_finished = True
+        if state.pin_s and state.num_saved_pages:
+            self.pins.keep(state, 0, state.num_saved_pages, now)
         if self.prefetcher is not None:
             self.prefetcher.leave(state)
         if state.load is None:
@@ -259,8 +289,10 @@ class Planner:
 
     # Steps -------------------------------------------------------------------------------------
 
-    def plan_step(self, *, is_busy: bool) -> StepPlan:
+    def plan_step(self, *, is_busy: bool, now: float = 0.0) -> StepPlan:
         """Everything that was decided since the last step, numbered."""
+        if self.write_back is not None:
+            self.write_back.plan(now)
         self._deferred_blocks = 0
         self._was_busy = is_busy
         if self.loads.has_failed_lately:
@@ -283,6 +315,7 @@ class Planner:
 
     def settle_copies(self, now: float) -> Settled:
         """Consume what all workers have finished, in order."""
+        self.pins.expire(now)
         num_failed = self.loads.num_failed_visibly
         self.loads.distrust(self.join.failures(Direction.LOAD))
         loaded, failed = self._settle_loads(now)
@@ -304,6 +337,7 @@ class Planner:
             self.metrics.count("saved_bytes", len(pages) * self._bytes_per_page)
             if pages and self.persists is not None:
                 self.persists.start(pages, self.namespace, now)
+            self.pins.arrived(pages)
             published += pages
         return published
 
@@ -328,7 +362,11 @@ class Planner:
         num_bytes = load.num_tokens * self._bytes_per_page // self.options.page_size
         self.metrics.count("loaded_bytes", num_bytes, "async" if load.is_async else "sync")
         state = load.state
+        if load.is_async and outcome.is_ok:
+            num_bytes = load.num_tokens * max(self.options.page_bytes) // self.options.page_size
+            self.costs.loaded(num_bytes, now - load.started_at)
         if not outcome.is_ok:
+            self.pins.drop_absent()
             # The same pages would fail again: this request computes the rest itself.
             state.may_load, state.why_not = False, "load_failed"
         if load.is_async and not state.is_finished and (load.is_stale or not outcome.is_ok):
@@ -343,59 +381,8 @@ class Planner:
 
     def settle_storage(self, now: float) -> None:
         """Take what the storage processes said since the last call."""
-        if self.link is None:
-            return
-        for worker_id, event in self.link.poll():
-            self._settle_event(worker_id, event, now)
-
-    def _settle_event(self, worker_id: int, event: object, now: float) -> None:
-        persists, prefetcher, link = self.persists, self.prefetcher, self.link
-        if persists is None or prefetcher is None or link is None:
-            return
-        known = True
-        if isinstance(event, ChannelUp):
-            self._regain_worker(worker_id, event, now)
-        elif isinstance(event, Switching):
-            self._switching.add(worker_id)
-        elif isinstance(event, ChannelDown):
-            self._lose_worker(worker_id, now)
-        elif isinstance(event, Stats):
-            incarnation = link.incarnation(worker_id)
-            self._storage_counters.absorb(worker_id, incarnation, event.counters)
-        elif isinstance(event, NearMisses):
-            self._near_misses += event.records
-        elif isinstance(event, PersistDone | PersistReleased):
-            known = persists.handle(worker_id, event, now)
-        elif not isinstance(event, Hello | Drained):
-            known = prefetcher.handle(worker_id, event, now)  # type: ignore[arg-type]
-        if not known:
-            self.metrics.count("ignored_reports")
-
-    def _regain_worker(self, worker_id: int, up: ChannelUp, now: float) -> None:
-        persists, prefetcher, link = self.persists, self.prefetcher, self.link
-        if persists is None or prefetcher is None or link is None:
-            return
-        if link.note_storage(worker_id, up):
-            persists.change_storage()
-            self.num_storage_changes += 1
-        if up.times is not None:
-            link.grace_s = up.times.grace_s
-            persists.use_times(up.times)
-            prefetcher.use_times(up.times)
-        persists.regain_worker(worker_id, now)
-        prefetcher.regain_worker(worker_id, now)
-
-    def _lose_worker(self, worker_id: int, now: float) -> None:
-        persists, prefetcher = self.persists, self.prefetcher
-        if persists is None or prefetcher is None:
-            return
-        if worker_id in self._switching:
-            self._switching.remove(worker_id)
-        else:
-            self.metrics.count("storage_restarts")
-        persists.lose_worker(worker_id)
-        prefetcher.lose_worker(worker_id, now)
-        self._storage_counters.forget(worker_id)
+        if self.answers is not None:
+            self.answers.settle(now)
 
     # Whole cache -------------------------------------------------------------------------------
 
@@ -407,6 +394,9 @@ class Planner:
         """
         self.saves.forget()
         self.loads.forget()
+        self.pins.forget()
+        if self.write_back is not None:
+            self.write_back.forget()
         for state in requests:
             state.is_outdated |= state.is_admitted or bool(state.block_ids)
         if self.prefetcher is not None:
@@ -417,29 +407,11 @@ class Planner:
         self.namespace = namespace
         self.metrics.count("resets")
 
-    def update_gauges(self) -> None:
-        """Set all gauges to the present state. Called every step: most change nothing."""
-        prefetcher, persists = self.prefetcher, self.persists
-        state = (
-            self.host.slots.num_used,
-            self.host.num_pinned,
-            self.saves.num_held_blocks,
-            self.saves.num_running,
-            self.loads.num_running,
-            prefetcher.num_querying if prefetcher is not None else 0,
-            prefetcher.num_reading if prefetcher is not None else 0,
-            persists.num_running if persists is not None else 0,
-        )
-        if state == self._gauged:
-            return
-        self._gauged = state
-        for (name, label), value in zip(_GAUGES, state, strict=True):
-            self.metrics.gauge(name, value, label)
-
     def take_fetched(self) -> list[HostPage]:
         """Pages from storage that became visible since the last call."""
         pages = self.prefetcher.take_published() if self.prefetcher is not None else []
         if pages:
+            self.pins.arrived(pages)
             self.metrics.count("fetched_bytes", len(pages) * self._bytes_per_page)
         return pages
 
@@ -447,10 +419,14 @@ class Planner:
         """Pages that storage holds since the last call."""
         return self.persists.take_stored() if self.persists is not None else []
 
+    @property
+    def num_storage_changes(self) -> int:
+        """How often a worker's storage was attached, detached or replaced since the start."""
+        return self.answers.num_changes if self.answers is not None else 0
+
     def take_near_misses(self) -> list[bytes]:
         """Records of namespaces that storage found close to this engine's, since the last call."""
-        records, self._near_misses = self._near_misses, []
-        return records
+        return self.answers.take_near_misses() if self.answers is not None else []
 
     # Pure questions ----------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@
 Deadlines belong to the scheduler; a worker only turns its own into a shorter answer.
 """
 
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections import Counter
+from dataclasses import replace
 
-from vllm_hicache.cost_model import CostModel
+from vllm_hicache.fetch import Fetch, FetchPolicy, FetchStage
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.prefix_index import HostPage
-from vllm_hicache.request_state import RequestState, TokenSource
+from vllm_hicache.request_state import RequestState
 from vllm_hicache.storage_link import StorageLink, WorldAnswer
 from vllm_hicache.storage_messages import (
     Cancel,
@@ -32,67 +32,13 @@ from vllm_hicache.storage_messages import (
     Fetch as FetchMessage,
 )
 from vllm_hicache.tiers import Tier
+from vllm_hicache.worth import Verdict, Worth
 
-MAX_HOST_SHARE = 0.5
-"""Part of the host tier that fetches may fill at once; more would evict what is soon used."""
+__all__ = ["Fetch", "FetchEvent", "FetchPolicy", "FetchStage", "Prefetcher"]
+
+PATIENCE = 0.1
+"""Part of the time to compute its tokens that a request waits whatever is predicted."""
 FetchEvent = ExistsResult | FetchProgress | FetchSettled | FetchReleased
-
-
-class FetchStage(Enum):
-    """Where a fetch stands."""
-
-    QUERYING = "querying"
-    READING = "reading"
-    ENDED = "ended"
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """One fetch of pages ``first_page`` and on of one chain; several requests may wait for it."""
-
-    first_page: int
-    hashes: list[bytes]
-    parent_hash: bytes | None
-    anchor: HostPage | None
-    """The page before the first, pinned until the fetch ends."""
-    namespace: str
-    tokens: TokenSource
-    """Of the request that asked first; names the pages in events."""
-    query: WorldAnswer
-    query_op: int
-    asked_at: float
-    stage: FetchStage = FetchStage.QUERYING
-    reason: str = ""
-    op: int = 0
-    slots: list[int] = field(default_factory=list)
-    read: WorldAnswer | None = None
-    pages: list[HostPage] = field(default_factory=list)
-    """Pages of this fetch that are in host, pinned while a request waits for them."""
-    num_published: int = 0
-    num_waiting: int = 0
-    read_at: float = 0.0
-    is_stale: bool = False
-
-    @property
-    def is_running(self) -> bool:
-        return self.stage is not FetchStage.ENDED
-
-
-@dataclass(frozen=True, slots=True)
-class FetchPolicy:
-    """When to stop waiting."""
-
-    kind: str
-    base_s: float
-    per_1k_tokens_s: float
-    min_tokens: int
-    exists_timeout_s: float
-    read_timeout_s: float
-
-    @property
-    def query_s(self) -> float:
-        """How long the question whether storage holds the pages may take."""
-        return self.read_timeout_s if self.kind == "wait_complete" else self.exists_timeout_s
 
 
 class Prefetcher:
@@ -103,7 +49,7 @@ class Prefetcher:
         host: HostTier,
         link: StorageLink,
         metrics: Metrics,
-        costs: CostModel,
+        worth: Worth,
         policy: FetchPolicy,
         *,
         page_size: int,
@@ -111,7 +57,7 @@ class Prefetcher:
         self._host = host
         self._link = link
         self._metrics = metrics
-        self._costs = costs
+        self._worth = worth
         self._policy = policy
         self._page_size = page_size
         self._by_query: dict[int, Fetch] = {}
@@ -119,6 +65,7 @@ class Prefetcher:
         self._by_page: dict[bytes, Fetch] = {}
         self._awaited: set[Fetch] = set()
         self._num_slots = 0
+        self._occupied: Counter[str] = Counter()
         self._published: list[HostPage] = []
         self._namespace = ""
 
@@ -134,6 +81,11 @@ class Prefetcher:
     def num_slots(self) -> int:
         """Host slots that fetches own: neither published nor freed."""
         return self._num_slots
+
+    @property
+    def num_occupied(self) -> int:
+        """Host pages that fetches fill, and those that they have filled for requests that wait."""
+        return self._occupied.total()
 
     @property
     def num_awaited(self) -> int:
@@ -160,6 +112,10 @@ class Prefetcher:
             self._policy, exists_timeout_s=times.exists_s, read_timeout_s=times.operation_s
         )
 
+    def fetches(self) -> set[Fetch]:
+        """Fetches that run, and ended ones whose result some request has not taken yet."""
+        return {*self._by_query.values(), *self._by_read.values(), *self._awaited}
+
     def linked_fetches(self) -> list[Fetch]:
         """Fetches that a newcomer would join, one entry a page."""
         return list(self._by_page.values())
@@ -183,7 +139,13 @@ class Prefetcher:
             return
         fetch = self._by_page.get(hashes[first])
         if fetch is None:
-            fetch = self._ask(state.tokens, hashes, first, now)
+            verdict = self._worth.fetch((num_pages - first) * self._page_size)
+            if verdict is Verdict.NO:
+                self._metrics.count("fetch_ended", 1, "recompute_faster")
+                return
+            fetch = self._ask(state, hashes, first, now)
+            if fetch is not None:
+                fetch.is_probe = verdict is Verdict.PROBE
         if fetch is not None:
             fetch.num_waiting += 1
             state.fetch = fetch
@@ -199,6 +161,7 @@ class Prefetcher:
             return
         self._awaited.discard(fetch)
         self._unpin_pages(fetch)
+        self._free_occupancy(fetch)
         if fetch.is_running:
             self._link.broadcast(Cancel(fetch.op or fetch.query_op))
             if fetch.stage is FetchStage.QUERYING:
@@ -216,18 +179,46 @@ class Prefetcher:
         if state.waiting_since is None:
             state.waiting_since = now
         if fetch.stage is FetchStage.QUERYING:
-            return now - fetch.asked_at < self._policy.query_s
+            return self._may_wait_for_answer(fetch, now - fetch.asked_at)
         if self._policy.kind == "best_effort":
             return False
         if self._policy.kind == "wait_complete":
             return now - fetch.read_at < self._policy.read_timeout_s
-        return now - state.waiting_since < self._budget_s(len(fetch.hashes))
+        return self._may_wait(fetch, now - state.waiting_since, now)
 
-    def _budget_s(self, num_pages: int) -> float:
-        tokens = num_pages * self._page_size
+    def _may_wait_for_answer(self, fetch: Fetch, waited: float) -> bool:
+        recompute = self._worth.costs.recompute_s(len(fetch.hashes) * self._page_size)
+        if fetch.is_probe and recompute is not None:
+            return waited < min(PATIENCE * recompute, self._policy.query_s)
+        return waited < self._policy.query_s
+
+    def _may_wait(self, fetch: Fetch, waited: float, now: float) -> bool:
+        """Within the budget, and while the fetch is predicted to end before computing would."""
+        tokens = len(fetch.hashes) * self._page_size
         budget = self._policy.base_s + tokens / 1024 * self._policy.per_1k_tokens_s
-        recompute = self._costs.recompute_s(tokens)
-        return budget if recompute is None else min(budget, recompute)
+        recompute = self._worth.costs.recompute_s(tokens)
+        if recompute is None:
+            return waited < budget
+        if waited >= min(budget, recompute):
+            return False
+        if not self._worth.is_on or waited < PATIENCE * recompute:
+            return True
+        remaining = self._remaining_s(fetch, now)
+        return remaining is None or waited + remaining < recompute
+
+    def _remaining_s(self, fetch: Fetch, now: float) -> float | None:
+        """When the rest will be there, by what came so far or else by earlier fetches."""
+        elapsed = now - fetch.asked_at
+        num_pages, done = len(fetch.hashes), fetch.num_published
+        if done:
+            per_page, line = elapsed / done, self._worth.costs.fetch_line()
+            if line is not None:  # part of the time until now was latency
+                per_page = min(per_page, line[1] * self._page_size)
+            return per_page * (num_pages - done)
+        total = self._worth.costs.fetch_s(num_pages * self._page_size)
+        if total is None:
+            return None
+        return total - elapsed if elapsed < total else elapsed  # overdue: as long again
 
     # Answers of the storage processes --------------------------------------------------------
 
@@ -278,7 +269,7 @@ class Prefetcher:
     # Stages ------------------------------------------------------------------------------------
 
     def _ask(
-        self, tokens: TokenSource, hashes: list[bytes], first: int, now: float
+        self, state: RequestState, hashes: list[bytes], first: int, now: float
     ) -> Fetch | None:
         op = self._link.next_number()
         wanted = hashes[first:]
@@ -295,7 +286,8 @@ class Prefetcher:
             parent_hash=parent_hash,
             anchor=anchor,
             namespace=self._namespace,
-            tokens=tokens,
+            tokens=state.tokens,
+            tenant=state.tenant,
             query=query,
             query_op=op,
             asked_at=now,
@@ -323,10 +315,13 @@ class Prefetcher:
         if found * self._page_size < max(self._policy.min_tokens, 1):
             self._end(fetch, fetch.query.reason if found == 0 else "missing")
             return
-        limit = int(self._host.slots.num_slots * MAX_HOST_SHARE) - self._num_slots
-        slots = self._host.allocate(max(0, min(found, limit)))
+        if not fetch.is_probe and self._worth.fetch(found * self._page_size) is Verdict.NO:
+            self._end(fetch, "recompute_faster")
+            return
+        room = self._room(fetch.tenant)
+        slots = self._host.allocate(max(0, min(found, room)))
         if not slots:
-            self._end(fetch, "host_full")
+            self._end(fetch, "tenant_limit" if self._room("") > room <= 0 else "host_full")
             return
         self._unlink(fetch, fetch.hashes[len(slots) :])
         fetch.hashes = fetch.hashes[: len(slots)]
@@ -346,7 +341,26 @@ class Prefetcher:
         fetch.op, fetch.slots, fetch.read_at, fetch.read = op, slots, now, read
         fetch.stage = FetchStage.READING
         self._num_slots += len(slots)
+        fetch.num_occupied = len(slots)
+        self._occupied[fetch.tenant] += len(slots)
         self._by_read[op] = fetch
+
+    def _room(self, tenant: str) -> int:
+        """Host pages that this tenant's fetches may still fill."""
+        num_slots, policy = self._host.slots.num_slots, self._policy
+        room = int(num_slots * policy.max_share) - self._occupied.total()
+        if tenant:
+            of_tenant = int(num_slots * policy.max_tenant_share) - self._occupied[tenant]
+            room = min(room, of_tenant)
+        return room
+
+    def _free_occupancy(self, fetch: Fetch) -> None:
+        """Neither a worker nor a request is left that needs the pages where they are."""
+        if fetch.num_occupied and not fetch.num_waiting and fetch.op not in self._by_read:
+            self._occupied[fetch.tenant] -= fetch.num_occupied
+            fetch.num_occupied = 0
+            if not self._occupied[fetch.tenant]:
+                del self._occupied[fetch.tenant]
 
     def _advance(self, fetch: Fetch, now: float) -> None:
         read = fetch.read
@@ -355,13 +369,22 @@ class Prefetcher:
         self._publish(fetch, min(read.agreed, len(fetch.slots)))
         if read.is_settled and fetch.is_running:
             reason = "complete" if read.agreed == len(fetch.slots) else read.reason
-            self._metrics.observe("fetch_seconds", now - fetch.asked_at)
+            self._measure(read, now - fetch.asked_at)
             self._end(fetch, reason)
         if read.is_released and read.is_settled:
             del self._by_read[fetch.op]
             rest = fetch.slots[fetch.num_published :]
             self._host.free(rest)
             self._num_slots -= len(rest)
+            self._free_occupancy(fetch)
+
+    def _measure(self, read: WorldAnswer, seconds: float) -> None:
+        """What this fetch says of storage, also one that was given up."""
+        self._metrics.observe("fetch_seconds", seconds)
+        if read.agreed:
+            self._worth.costs.fetched(read.agreed * self._page_size, seconds)
+        elif read.reason in ("deadline", "cancelled"):
+            self._worth.costs.stalled(self._page_size, seconds)
 
     def _publish(self, fetch: Fetch, agreed: int) -> None:
         if fetch.is_stale:

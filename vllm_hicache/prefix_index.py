@@ -28,8 +28,12 @@ class HostPage:
     is_persisted: bool = False
     is_persisting: bool = False
     is_present: bool = True
-    is_queued: bool = False
-    """Whether the eviction queue has an entry of it; it has one at most."""
+    is_protected: bool = False
+    """Whether several requests used it lately: pages that only one has used leave before it."""
+    protected_at: int = 0
+    """Clock of protections when it was protected last."""
+    queued: int = 0
+    """Bits: 1 and 2, whether the eviction queue has an entry of it as unprotected, as protected."""
     note: object = field(default=None, repr=False)
     """What events say of this page; None unless events are published."""
 
@@ -37,6 +41,11 @@ class HostPage:
     def is_evictable(self) -> bool:
         """Whether it may leave host now: a leaf that nobody pins."""
         return self.is_present and self.pins == 0 and self.num_children == 0
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the eviction queue finds it in time: an entry as unprotected comes up sooner."""
+        return bool(self.queued & (3 if self.is_protected else 1))
 
 
 class PrefixIndex:

@@ -1,12 +1,14 @@
 """What the planner remembers of one request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from vllm_hicache.worth import Verdict
+
 if TYPE_CHECKING:
+    from vllm_hicache.fetch import Fetch
     from vllm_hicache.loads import RunningLoad
-    from vllm_hicache.prefetch import Fetch
 
 
 class TokenSource(Protocol):
@@ -38,6 +40,17 @@ class DeviceBlocks(Protocol):
         """Take every block out of the prefix cache; who holds a block keeps it."""
 
 
+class DeviceQueue(Protocol):
+    """The order in which vLLM reuses device blocks, for those who save ahead of it."""
+
+    def watch(self, block_ids: Sequence[int], on_reuse: Callable[[int], None]) -> None:
+        """Call ``on_reuse(block_id)`` once, before vLLM gives a block to somebody else. The
+        blocks are in use; the newest watcher of a block replaces an older one."""
+
+    def next_reused(self, limit: int) -> Iterator[int]:
+        """The free blocks that vLLM takes next, the first one first. O(blocks taken)."""
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request between arrival and end. A preempted request keeps its state."""
@@ -52,7 +65,13 @@ class RequestState:
     block_ids: list[int] = field(default_factory=list)
     """Device blocks in token order, as far as they were allocated."""
     num_saved_pages: int = 0
-    """Leading pages that are in host or on their way there."""
+    """Leading pages that were looked at: saved, on their way to host, or not wanted there."""
+    num_used_pages: int = 0
+    """Leading pages that count as used by this request; a preemption does not count them anew."""
+    pin_s: float = 0.0
+    """Its pages stay in host for so long after it has last used one."""
+    tenant: str = ""
+    """Whose fetches this one's count with; "" where nobody is told apart."""
     num_local_tokens: int = 0
     """vLLM's own hit at the last lookup."""
     num_offered_tokens: int = 0
@@ -66,6 +85,8 @@ class RequestState:
     """First lookup that was answered "ask again" because of a fetch."""
     fetch: "Fetch | None" = None
     load: "RunningLoad | None" = None
+    verdict: tuple[int, Verdict] | None = None
+    """Whether a load of so many tokens is worth its time; told once, lookups are repeated."""
     is_admitted: bool = False
     is_outdated: bool = False
     """A reset came while it held blocks, or its load failed: their KV is not saved."""

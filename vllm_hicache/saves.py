@@ -1,6 +1,8 @@
 """Device -> host: which pages are saved, and what becomes of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -8,32 +10,56 @@ from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import RunningLoad
 from vllm_hicache.metrics import Metrics
+from vllm_hicache.page_uses import PageUses
 from vllm_hicache.plan import CopyList, CopyOp, copy_list
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import Outcome
 from vllm_hicache.request_state import DeviceBlocks, RequestState
+
+if TYPE_CHECKING:
+    from vllm_hicache.write_back import WriteBack
 
 MAX_PAGES_PER_SAVE = 64
 """Pages become visible one operation at a time; larger operations are seen later, smaller ones
 cost more messages. 64 pages of 256 tokens are one prefill of 16,384 tokens."""
 
 
-@dataclass(slots=True, eq=False)
-class _Save:
-    """A save that some worker has not acknowledged. Owns its slots; holds its blocks."""
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Consecutive pages of one chain on the device that host lacks; ``first`` is a page number.
+
+    ``block_ids`` are the device blocks of these pages, in token order.
+    """
 
     hashes: tuple[bytes, ...]
     parent_hash: bytes | None
-    slots: tuple[int, ...]
+    first: int
     block_ids: tuple[int, ...]
-    copies: CopyList
     notes: tuple[object, ...]
     priority: int
     doubts: tuple[RunningLoad, ...]
-    """Loads that its bytes were computed on top of and that were not acknowledged then."""
+    """Loads that the bytes were computed on top of and that were not acknowledged then."""
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """A save that some worker has not acknowledged. Owns its slots."""
+
+    run: PageRun
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    copies: CopyList
     started_at: float
+    holds_blocks: bool
+    num_intact: int
+    """Leading pages whose blocks nobody else got while they were read; all of them where the
+    save holds its blocks."""
     is_stale: bool = False
     """A reset came between: the bytes belong to a cache that is gone."""
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        return self.run.hashes[: len(self.slots)]
 
 
 class Saves:
@@ -51,9 +77,13 @@ class Saves:
         *,
         page_size: int,
         block_size: int,
+        uses: PageUses | None = None,
+        min_uses: int = 1,
     ) -> None:
         self._host = host
         self._blocks = blocks
+        self._uses = uses
+        self._min_uses = min_uses
         self._metrics = metrics
         self._page_size = page_size
         self._block_size = block_size
@@ -61,6 +91,9 @@ class Saves:
         self._planned: list[_Save] = []
         self._running: dict[int, _Save] = {}
         self._in_flight: dict[bytes, _Save] = {}
+        self._unheld: dict[int, list[_Save]] = {}
+        self.write_back: WriteBack | None = None
+        """Who saves pages later than when they are computed."""
 
     @property
     def num_running(self) -> int:
@@ -69,7 +102,7 @@ class Saves:
 
     @property
     def num_held_blocks(self) -> int:
-        return sum(len(save.block_ids) for save in self._all())
+        return sum(len(save.block_ids) for save in self._all() if save.holds_blocks)
 
     @property
     def num_slots(self) -> int:
@@ -81,8 +114,9 @@ class Saves:
         return [slot for save in self._all() for slot in save.slots]
 
     def held_blocks(self) -> list[int]:
-        """Device blocks that saves read, one entry a reference."""
-        return [block_id for save in self._all() for block_id in save.block_ids]
+        """Device blocks that saves hold, one entry a reference."""
+        saves = [save for save in self._all() if save.holds_blocks]
+        return [block_id for save in saves for block_id in save.block_ids]
 
     @property
     def num_pages_in_flight(self) -> int:
@@ -122,45 +156,98 @@ class Saves:
         first = self._host.index.match(hashes, last)
         if not state.may_save:
             skipped = last - max(first, state.num_saved_pages)
-            self._metrics.count("save_skipped_tokens", skipped * self._page_size, "not_wanted")
+            self._skip(skipped, "not_wanted")
             state.num_saved_pages = last
             return
         if first and not state.num_saved_pages:
             used = self._host.index.pages_of(hashes[first - 1 : first])[0]
             self._host.touch(used, state.priority)
-        while first < last and hashes[first] in self._in_flight:
+        stop = self._note_uses(state, hashes, first, last)
+        had_pages, state.num_saved_pages = state.num_saved_pages, last
+        if self.write_back is not None:
+            self.write_back.remember(state, max(first, had_pages), last, doubts)
+            return
+        while first < stop and hashes[first] in self._in_flight:
             first += 1
-        state.num_saved_pages = last
-        while first < last:
-            stop = min(first + MAX_PAGES_PER_SAVE, last)
-            saved = self._plan(state, first, stop, now, doubts)
-            first += saved
-            if first < stop:
-                skipped = (last - first) * self._page_size
-                self._metrics.count("save_skipped_tokens", skipped, "host_full")
-                break
+        saved = self._save_all(state, first, stop, now, doubts)
+        if saved < stop:
+            reason = "not_admitted" if self._host.has_spared else "host_full"
+            self._skip(stop - max(saved, had_pages), reason)
 
-    def _plan(
+    def _note_uses(
+        self, state: RequestState, hashes: Sequence[bytes], first: int, last: int
+    ) -> int:
+        """Count this request as a user of the pages that are new to it, protect those of them
+        in host that others have used, too, and return up to where pages are worth a save."""
+        uses = self._uses
+        if uses is None:
+            return last
+        start, present = state.num_used_pages, min(first, last)
+        state.num_used_pages = max(start, last)
+        if start < present:
+            deepest = self._host.index.pages_of(hashes[present - 1 : present])[0]
+            if self._host.is_well_protected(deepest):
+                start = present
+        counts = uses.note(hashes[start:last])
+        num_shared = uses.num_shared(hashes[start:present])
+        if num_shared:
+            self._host.protect(self._host.index.pages_of(hashes[start : start + num_shared]))
+        if self._min_uses <= 1:
+            return last
+        stop = start + len(counts)
+        while stop > start and counts[stop - 1 - start] < self._min_uses:
+            stop -= 1
+        skipped = last - max(first, stop, start)
+        self._skip(skipped, "too_few_uses")
+        return stop if stop > start else 0
+
+    def _save_all(
         self,
         state: RequestState,
         first: int,
-        stop: int,
+        last: int,
         now: float,
         doubts: tuple[RunningLoad, ...],
     ) -> int:
-        hashes = tuple(state.tokens.page_hashes(stop)[first:stop])
-        parent_hash = state.tokens.page_hashes(stop)[first - 1] if first else None
-        parent = self._host.index.get(parent_hash) if parent_hash is not None else None
-        anchor = [parent] if parent is not None else []
-        self._host.pin(anchor)
-        slots = self._host.allocate(len(hashes))
-        self._host.unpin(anchor)
+        """Save pages ``[first, last)`` as far as there is room; returns up to where."""
+        while first < last:
+            stop = min(first + MAX_PAGES_PER_SAVE, last)
+            first += self.plan(self._run_of(state, first, stop, doubts), now)
+            if first < stop:
+                break
+        return first
+
+    def _run_of(
+        self, state: RequestState, first: int, stop: int, doubts: tuple[RunningLoad, ...]
+    ) -> PageRun:
+        hashes = state.tokens.page_hashes(stop)
+        page, block = self._page_size, self._block_size
+        return PageRun(
+            hashes=tuple(hashes[first:stop]),
+            parent_hash=hashes[first - 1] if first else None,
+            first=first,
+            block_ids=tuple(state.block_ids[first * page // block : -(-stop * page // block)]),
+            notes=tuple(state.tokens.note(i) for i in range(first, stop)),
+            priority=state.priority,
+            doubts=doubts,
+        )
+
+    def is_in_flight(self, page_hash: bytes) -> bool:
+        """Whether this page is on its way to host."""
+        return page_hash in self._in_flight
+
+    def plan(self, run: PageRun, now: float, *, holds_blocks: bool = True) -> int:
+        """Save as many leading pages of ``run`` as find a slot; returns how many.
+
+        Without ``holds_blocks`` vLLM may reuse the blocks at any time: whoever learns of it calls
+        ``lose_block``, before the block is written.
+        """
+        slots = self._take_slots(run)
         if not slots:
             return 0
-        hashes = hashes[: len(slots)]
         page, block = self._page_size, self._block_size
-        start, end = first * page, (first + len(slots)) * page
-        block_ids = state.block_ids[start // block : -(-end // block)]
+        start, end = run.first * page, (run.first + len(slots)) * page
+        block_ids = run.block_ids[: -(-end // block) - start // block]
         copies = copy_list(
             start,
             end,
@@ -169,21 +256,34 @@ class Saves:
             slots=np.asarray(slots),
             block_ids=np.asarray(block_ids),
         )
-        save = _Save(
-            hashes=hashes,
-            parent_hash=parent_hash,
-            slots=tuple(slots),
-            block_ids=tuple(block_ids),
-            copies=copies,
-            notes=tuple(state.tokens.note(first + i) for i in range(len(slots))),
-            priority=state.priority,
-            doubts=doubts,
-            started_at=now,
-        )
-        self._blocks.hold(save.block_ids)
-        self._in_flight.update(dict.fromkeys(hashes, save))
+        save = _Save(run, tuple(slots), block_ids, copies, now, holds_blocks, len(slots))
+        if holds_blocks:
+            self._blocks.hold(block_ids)
+        else:
+            for block_id in block_ids:
+                self._unheld.setdefault(block_id, []).append(save)
+        self._in_flight.update(dict.fromkeys(save.hashes, save))
         self._planned.append(save)
         return len(slots)
+
+    def _take_slots(self, run: PageRun) -> list[int]:
+        """Slots for the leading pages; pages that one request alone has used may not take the
+        place of protected ones."""
+        parent = self._host.index.get(run.parent_hash) if run.parent_hash is not None else None
+        anchor = [parent] if parent is not None else []
+        num_shared = self._uses.num_shared(run.hashes) if self._uses is not None else None
+        self._host.pin(anchor)
+        slots = self._host.allocate(len(run.hashes), num_shared)
+        self._host.unpin(anchor)
+        return slots
+
+    def lose_block(self, block_id: int) -> None:
+        """vLLM gives this block to somebody else: what is read from it from now on is not kept."""
+        for save in self._unheld.pop(block_id, ()):
+            start = save.run.first * self._page_size // self._block_size
+            token = (start + save.block_ids.index(block_id)) * self._block_size
+            page = max(0, token // self._page_size - save.run.first)
+            save.num_intact = min(save.num_intact, page)
 
     def take_planned(self) -> tuple[CopyOp, ...]:
         """Saves for this step's plan; from here on only their acknowledgement ends them."""
@@ -203,7 +303,7 @@ class Saves:
     def can_settle(self, op_id: int) -> bool:
         """Whether it is known what this finished save's bytes are worth."""
         save = self._running.get(op_id)
-        return save is None or all(load.is_ok is not None for load in save.doubts)
+        return save is None or all(load.is_ok is not None for load in save.run.doubts)
 
     def settle(self, outcome: Outcome, now: float) -> list[HostPage]:
         """Every worker has finished this save: blocks go back, pages become visible."""
@@ -211,7 +311,7 @@ class Saves:
         if save is None:
             raise InvariantBroken(f"save {outcome.op_id} is reported, but it is not running")
         self._release(save)
-        is_sound = outcome.is_ok and all(load.is_ok for load in save.doubts)
+        is_sound = outcome.is_ok and all(load.is_ok for load in save.run.doubts)
         if save.is_stale or not is_sound:
             self._give_up(save, "reset" if save.is_stale else "copy_failed")
             self._metrics.count("copy_failures", int(not outcome.is_ok))
@@ -226,27 +326,46 @@ class Saves:
             save.is_stale = True
 
     def _release(self, save: _Save) -> None:
-        self._blocks.release(save.block_ids)
+        if save.holds_blocks:
+            self._blocks.release(save.block_ids)
+        else:
+            self._stop_watching(save)
         for page_hash in save.hashes:
             if self._in_flight.get(page_hash) is save:
                 del self._in_flight[page_hash]
 
+    def _stop_watching(self, save: _Save) -> None:
+        for block_id in save.block_ids:
+            readers = self._unheld.get(block_id)
+            if readers is not None and save in readers:
+                readers.remove(save)
+                if not readers:
+                    del self._unheld[block_id]
+
     def _give_up(self, save: _Save, reason: str) -> None:
         self._host.free(save.slots)
-        self._metrics.count("save_skipped_tokens", len(save.slots) * self._page_size, reason)
+        self._skip(len(save.slots), reason)
 
     def _publish(self, save: _Save) -> list[HostPage]:
-        parent_hash = save.parent_hash
+        run, intact = save.run, save.num_intact
+        self._host.free(save.slots[intact:])
+        self._skip(len(save.slots) - intact, "reused")
+        parent_hash = run.parent_hash
         published = []
-        for page_hash, slot, note in zip(save.hashes, save.slots, save.notes, strict=True):
+        for page_hash, slot, note in zip(run.hashes, save.slots[:intact], run.notes, strict=False):
             page = self._host.publish(page_hash, parent_hash, slot)
             if page is not None:
                 page.note = note
-                page.priority = save.priority
+                page.priority = run.priority
                 published.append(page)
             parent_hash = page_hash
+        if self._uses is not None:
+            num_shared = self._uses.num_shared(page.page_hash for page in published)
+            self._host.protect(published[:num_shared])
         self._metrics.count("saved_tokens", len(published) * self._page_size)
-        lost = len(save.slots) - len(published)
-        if lost:
-            self._metrics.count("save_skipped_tokens", lost * self._page_size, "chain_broken")
+        self._skip(intact - len(published), "chain_broken")
         return published
+
+    def _skip(self, num_pages: int, reason: str) -> None:
+        if num_pages > 0:
+            self._metrics.count("save_skipped_tokens", num_pages * self._page_size, reason)

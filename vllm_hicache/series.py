@@ -31,8 +31,19 @@ UNSERVED_REASONS = (
     "not_wanted",
     "device_covered",
     "below_minimum",
+    "recompute_faster",
+    "tenant_limit",
 )
-SAVE_SKIPPED_REASONS = ("host_full", "chain_broken", "copy_failed", "not_wanted", "reset")
+SAVE_SKIPPED_REASONS = (
+    "host_full",
+    "not_admitted",
+    "too_few_uses",
+    "chain_broken",
+    "copy_failed",
+    "reused",
+    "not_wanted",
+    "reset",
+)
 PERSIST_DROPPED_REASONS = ("backlog", "full", "unavailable", "deadline", "cancelled", "reset")
 FETCH_ENDINGS = (
     "complete",
@@ -42,6 +53,8 @@ FETCH_ENDINGS = (
     "cancelled",
     "unavailable",
     "host_full",
+    "recompute_faster",
+    "tenant_limit",
     "reset",
 )
 RANK_DIVERGENCES = ("order", "arguments", "result", "stall")
@@ -114,6 +127,7 @@ _TOKENS = (
         PERSIST_DROPPED_REASONS,
     ),
     _counter("evicted_tokens", "Tokens that left host memory to make room."),
+    _counter("pin_refused_tokens", "Tokens that a request asked to keep and the limit did not."),
 )
 _BYTES = (
     _counter("saved_bytes", "Bytes copied from the device to host memory, all workers."),
@@ -168,8 +182,16 @@ _GAUGES = (
     _gauge("host_slots_total", "Host slots of a worker; each holds one page."),
     _gauge("host_slots_used", "Host slots that hold a page or are being filled."),
     _gauge("host_slots_pinned", "Host slots that cannot be evicted now."),
+    _gauge("host_slots_protected", "Host slots whose page several requests have used lately."),
+    _gauge("host_slots_kept", "Host slots whose page a request asked to keep."),
     _gauge("device_blocks_held", "Device blocks held until their copy is done."),
     _gauge("operations_running", "Operations that have not ended.", "kind", OPERATION_KINDS),
+    _gauge(
+        "crossover_tokens",
+        "Tokens from which loading beats computing them; -1 where it never does.",
+        "tier",
+        _TIERS,
+    ),
     _gauge("breaker_open", "Workers whose storage tier is switched off after failures."),
     _gauge("storage_attached", "Workers that have a storage, whether it can be reached or not."),
     _gauge("storage_used_bytes", "Bytes in storage, of every engine that shares it."),

@@ -44,7 +44,7 @@ CLASSES = {
     "utils.argparse_utils": ("FlexibleArgumentParser",),
     "v1.core.block_pool": ("BlockPool",),
     "v1.core.kv_cache_manager": ("KVCacheBlocks", "KVCacheManager"),
-    "v1.core.kv_cache_utils": ("KVCacheBlock",),
+    "v1.core.kv_cache_utils": ("FreeKVCacheBlockQueue", "KVCacheBlock"),
     "v1.core.sched.output": ("CachedRequestData", "NewRequestData", "SchedulerOutput"),
     "v1.kv_cache_interface": (
         "AttentionSpec",

@@ -14,6 +14,9 @@ from pathlib import Path
 # Types of members that lead to further members; "[X]" is a sequence of X.
 MEMBER_TYPES = {
     ("BlockPool", "blocks"): "[KVCacheBlock]",
+    ("BlockPool", "free_block_queue"): "FreeKVCacheBlockQueue",
+    ("FreeKVCacheBlockQueue", "fake_free_list_head"): "KVCacheBlock",
+    ("FreeKVCacheBlockQueue", "fake_free_list_tail"): "KVCacheBlock",
     ("KVCacheConfig", "kv_cache_groups"): "[KVCacheGroupSpec]",
     ("KVCacheConfig", "kv_cache_tensors"): "[KVCacheTensor]",
     # Only full attention is accepted; the others are told apart by their class.

@@ -26,9 +26,11 @@ MARKERS = {"KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWo
 # What connectors/ reads of vLLM at the least. The search finds more; that it finds these shows
 # that it follows our annotations.
 USED_NAMES = {
-    "BlockPool": ("blocks", "free_blocks", "touch"),
+    "BlockPool": ("blocks", "free_block_queue", "free_blocks", "touch", "unpin_blocks"),
     "CachedRequestData": ("new_block_ids", "req_ids"),
+    "FreeKVCacheBlockQueue": ("fake_free_list_head", "fake_free_list_tail"),
     "FullAttentionSpec": ("block_size", "dtype", "head_size", "head_size_v", "num_kv_heads"),
+    "KVCacheBlock": ("block_id", "next_free_block"),
     "KVCacheConfig": ("kv_cache_groups", "kv_cache_layout", "kv_cache_tensors", "num_blocks"),
     "KVCacheGroupSpec": ("kv_cache_spec", "layer_names"),
     "KVCacheManager": ("block_pool",),

@@ -110,3 +110,55 @@ def test_a_reset_of_the_prefix_cache_drains_copies_first():
     drain_before_reset(manager, lambda: calls.append("drain"))
     assert manager.reset_prefix_cache() is True
     assert calls == ["drain", "reset"]
+
+
+def test_the_next_blocks_are_those_that_vllm_hands_out_next(pool, references):
+    blocks = _cached_blocks(pool, _request(2 * BLOCK))
+    pool.free_blocks(pool.blocks[block_id] for block_id in reversed(blocks))
+    announced = list(references.next_reused(100))
+    assert len(announced) == pool.get_num_free_blocks() == 7
+    assert announced[-2:] == blocks[::-1]
+    assert list(references.next_reused(3)) == announced[:3]
+    assert [block.block_id for block in pool.get_new_blocks(7)] == announced
+    assert list(references.next_reused(3)) == []
+
+
+def test_a_watched_block_keeps_its_references_and_its_place_in_the_queue(pool, references):
+    blocks = _cached_blocks(pool, _request(2 * BLOCK))
+    references.watch(blocks, lambda _: None)
+    assert [pool.blocks[block_id].ref_cnt for block_id in blocks] == [1, 1]
+    pool.free_blocks(pool.blocks[block_id] for block_id in reversed(blocks))
+    assert list(references.next_reused(100))[-2:] == blocks[::-1]
+
+
+def test_a_watched_block_is_told_once_when_it_is_handed_out_and_not_when_it_is_hit(
+    pool, references
+):
+    request, told = _request(2 * BLOCK), []
+    blocks = _cached_blocks(pool, request)
+    references.watch(blocks, told.append)
+    pool.free_blocks(pool.blocks[block_id] for block_id in reversed(blocks))
+    pool.touch([pool.blocks[blocks[0]]])
+    pool.free_blocks([pool.blocks[blocks[0]]])
+    assert told == []
+    pool.free_blocks(pool.get_new_blocks(7))
+    assert sorted(told) == sorted(blocks)
+    pool.get_new_blocks(7)
+    assert sorted(told) == sorted(blocks)
+
+
+def test_a_reset_of_vllms_cache_tells_all_watched_blocks(pool, references):
+    told = []
+    blocks = _cached_blocks(pool, _request(2 * BLOCK))
+    references.watch(blocks, told.append)
+    pool.free_blocks(pool.blocks[block_id] for block_id in reversed(blocks))
+    assert pool.reset_prefix_cache()
+    assert sorted(told) == sorted(blocks)
+
+
+def test_without_a_pool_nothing_is_watched_or_announced():
+    assert PoolReferences().num_blocks == 0
+    with pytest.raises(RuntimeError, match="has not bound its block pool"):
+        PoolReferences().watch([1], lambda _: None)
+    with pytest.raises(RuntimeError, match="has not bound its block pool"):
+        next(PoolReferences().next_reused(1))

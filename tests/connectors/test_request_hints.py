@@ -19,6 +19,11 @@ def test_hints_are_read_among_what_others_put_there():
     assert Hints.parse(params) == Hints(load=False, store=True, priority=7)
 
 
+@pytest.mark.parametrize("seconds", [0, 0.5, 600, 86_400])
+def test_a_time_to_stay_is_a_number_of_seconds(seconds):
+    assert Hints.parse({"hicache": {"pin_s": seconds}}).pin_s == seconds
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -28,6 +33,11 @@ def test_hints_are_read_among_what_others_put_there():
         ({"priority": True}, "hint priority must be a whole number from 0 to 100, got true"),
         ({"priority": 101}, "hint priority must be a whole number from 0 to 100, got 101"),
         ({"priority": -1}, "got -1"),
+        ({"pin_s": "1h"}, 'hint pin_s must be a number of seconds from 0 to 86400, got "1h"'),
+        ({"pin_s": True}, "hint pin_s must be a number of seconds"),
+        ({"pin_s": -0.1}, "got -0.1"),
+        ({"pin_s": 86_401}, "got 86401"),
+        ({"pin_s": float("nan")}, "hint pin_s must be a number of seconds"),
         ({1: True}, "unknown hint 1"),
         ("store", 'hicache must be a table of hints, got "store"'),
     ],

@@ -175,6 +175,7 @@ def test_description_names_every_option_in_effect():
         "storage": "plugin://package.module/Backend",
         "control_address": "unix:/run/x",
         "rank_consensus": "report",
+        "write_policy": "write_through_selective",
     }
     described = _parse(extra).describe()
     assert list(described) == [*(option.name for option in TOP_OPTIONS), "storage"]

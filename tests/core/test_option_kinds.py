@@ -150,13 +150,6 @@ def test_flag_must_be_true_or_false(wrong):
     assert "fixed_weights must be true or false, got " in _refusal("fixed_weights", wrong)
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
-def test_policy_that_is_not_built_yet_is_refused_as_such(policy):
-    message = _refusal("write_policy", policy)
-    assert 'write_policy must be "write_through"' in message
-    assert "this version does not have it yet" in message
-
-
 def test_unknown_choice_is_refused_with_the_choices():
     message = _refusal("eviction", "fifo")
     assert message == 'eviction must be "lru" or "lfu" or "slru" or "priority", got "fifo"'

@@ -80,7 +80,7 @@ def _miscount_children(rig: Rig) -> None:
 def _forget_to_offer(rig: Rig) -> None:
     rig.finish_loads()
     rig.end_persists()
-    _leaf(rig).is_queued = False
+    _leaf(rig).queued = 0
 
 
 def _pin_once_too_often(rig: Rig) -> None:

@@ -272,7 +272,7 @@ def test_gauges_say_what_runs():
     rig.fill_host(TOKENS[:8])
     rig.request("b", TOKENS[:17])
     rig.compute(rig.request("c", [1, 2, 3, 4]), 4)
-    rig.planner.update_gauges()
+    rig.planner.gauges.update()
     expected = {
         "host_slots_total": 16,
         "host_slots_used": 3,

@@ -28,7 +28,11 @@ KV_TOLERANCE = 1e-4
 """Keys and values are about 1; computed in other chunks they differ by 1e-6."""
 HEADER_BYTES = 4096
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-OPTIONS: Mapping[str, object] = {"host_memory": "96MiB", "page_size": PAGE}
+OPTIONS: Mapping[str, object] = {
+    "host_memory": "96MiB",
+    "page_size": PAGE,
+    "skip_slow_loads": False,  # the models here compute faster than anything can be loaded
+}
 STORAGE_OPTIONS: Mapping[str, object] = {
     "min_object_bytes": 1,
     "prefetch_policy": "wait_complete",

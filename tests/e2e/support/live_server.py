@@ -28,11 +28,13 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 OPTIONS = {
     "host_memory": "128MiB",
     "page_size": PAGE,
+    "skip_slow_loads": False,
     "min_object_bytes": 1,
     "prefetch_policy": "wait_complete",
     "prefetch_min_tokens": 1,
 }
-"""Options of the connector under which every page is saved, stored and waited for."""
+"""Options of the connector under which every page is saved, stored, waited for and loaded: tiny
+models compute faster than anything can be loaded."""
 TRANSFER = {
     "kv_connector": "HiCacheConnector",
     "kv_role": "kv_both",

@@ -12,7 +12,7 @@ from vllm_hicache.planner import Match, Planner, PlannerOptions, Settled
 from vllm_hicache.prefetch import FetchPolicy
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import WorkerProgress
-from vllm_hicache.request_state import RequestState
+from vllm_hicache.request_state import DeviceQueue, RequestState
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.storage_messages import (
@@ -93,6 +93,7 @@ class Rig:
         num_workers: int = 1,
         has_storage: bool = False,
         fetch: dict[str, object] | None = None,
+        queue: DeviceQueue | None = None,
         **options: object,
     ) -> None:
         self.now = 0.0
@@ -128,6 +129,7 @@ class Rig:
             self.metrics,
             link=self.link,
             namespace=NAMESPACE,
+            queue=queue,
         )
         self._next_block = 0
         self._planned = {"saves": 0, "loads": 0}
@@ -180,14 +182,14 @@ class Rig:
         self.compute(state, len(token_ids))
         self.plan()
         self.finish_saves()
-        self.planner.finish(state)
+        self.planner.finish(state, self.now)
         self.settle_storage()
         return state
 
     # Workers -----------------------------------------------------------------------------------
 
     def plan(self, *, is_busy: bool = True) -> StepPlan:
-        plan = self.planner.plan_step(is_busy=is_busy)
+        plan = self.planner.plan_step(is_busy=is_busy, now=self.now)
         for op in plan.saves:
             self._planned["saves"] = op.op_id
         for op in (*plan.sync_loads, *plan.loads):

@@ -1,0 +1,88 @@
+"""One fetch from storage, and the rules by which fetches begin and requests wait for them."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.request_state import TokenSource
+from vllm_hicache.storage_link import WorldAnswer
+
+NOT_BEGUN = ("recompute_faster", "tenant_limit")
+"""Why pages that storage has were not fetched, as the ledger calls it."""
+
+
+class FetchStage(Enum):
+    """Where a fetch stands."""
+
+    QUERYING = "querying"
+    READING = "reading"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One fetch of pages ``first_page`` and on of one chain; several requests may wait for it."""
+
+    first_page: int
+    hashes: list[bytes]
+    parent_hash: bytes | None
+    anchor: HostPage | None
+    """The page before the first, pinned until the fetch ends."""
+    namespace: str
+    tokens: TokenSource
+    """Of the request that asked first; names the pages in events."""
+    query: WorldAnswer
+    query_op: int
+    asked_at: float
+    stage: FetchStage = FetchStage.QUERYING
+    reason: str = ""
+    op: int = 0
+    slots: list[int] = field(default_factory=list)
+    read: WorldAnswer | None = None
+    pages: list[HostPage] = field(default_factory=list)
+    """Pages of this fetch that are in host, pinned while a request waits for them."""
+    num_published: int = 0
+    tenant: str = ""
+    num_occupied: int = 0
+    """Host pages that count against the limits until nobody reads or awaits them."""
+    num_waiting: int = 0
+    read_at: float = 0.0
+    is_probe: bool = False
+    is_stale: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.stage is not FetchStage.ENDED
+
+    def shortfall(self, num_present: int) -> tuple[str, int]:
+        """(why, how many) pages that storage has did not come from it; of a fetch that was not
+        begun only those beyond the first ``num_present`` of the chain, which host has."""
+        if self.slots:
+            reason = "deadline" if self.is_running else "short_fetch"
+            return reason, self.query.agreed - self.num_published
+        if self.reason not in NOT_BEGUN:
+            return "", 0
+        found = self.first_page + min(self.query.agreed, len(self.hashes))
+        return self.reason, max(0, found - max(num_present, self.first_page))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """When to stop waiting."""
+
+    kind: str
+    base_s: float
+    per_1k_tokens_s: float
+    min_tokens: int
+    exists_timeout_s: float
+    read_timeout_s: float
+    max_share: float = 0.5
+    """Part of the host tier that all fetches may fill at once; more would evict what is soon
+    used."""
+    max_tenant_share: float = 0.25
+    """The same for the fetches of one tenant, where tenants are told apart."""
+
+    @property
+    def query_s(self) -> float:
+        """How long the question whether storage holds the pages may take."""
+        return self.read_timeout_s if self.kind == "wait_complete" else self.exists_timeout_s

@@ -1,0 +1,43 @@
+"""The numbers that the planner decides by."""
+
+from dataclasses import dataclass
+
+from vllm_hicache.fetch import FetchPolicy
+from vllm_hicache.page_uses import POOLS_REMEMBERED, PageUses
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """Numbers that the planner decides by; all agreed between the workers at start."""
+
+    page_size: int
+    block_size: int
+    num_host_slots: int
+    page_bytes: tuple[int, ...]
+    """Bytes of one page, by worker."""
+    eviction: str
+    fetch: FetchPolicy
+    persist_timeout_s: float
+    sync_load_max_s: float
+    defer_max_blocks: int
+    shares_device_pages: bool
+    """Whether vLLM's prefix caching lets one request use what another one loaded."""
+    write_policy: str = "write_through"
+    min_uses: int = 2
+    """Requests that must use a page before `write_through_selective` saves it."""
+    num_ahead_blocks: int = 0
+    """Free device blocks, of those that are reused next, that `write_back` keeps saved."""
+    admission: str = "probation"
+    max_pinned_share: float = 0.25
+    """Part of the host tier that the hint ``pin_s`` may keep."""
+    skip_slow_loads: bool = True
+
+    def page_uses(self) -> PageUses | None:
+        """Who has to know how often pages are used; None where nothing depends on it."""
+        if self.admission == "always" and self.write_policy != "write_through_selective":
+            return None
+        return PageUses(self.num_host_slots * POOLS_REMEMBERED)
+
+    @property
+    def min_uses_to_save(self) -> int:
+        return self.min_uses if self.write_policy == "write_through_selective" else 1
