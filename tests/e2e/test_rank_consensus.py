@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child_process import EXAMPLES, SUPPORT, run_script, workers
+from child_process import EXAMPLES, SUPPORT, run_child, workers
 from engine_in_process import ENVIRONMENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -50,7 +50,7 @@ def found(tiny_llama: Callable[..., Path], folder: Path) -> Mapping[str, Any]:
         "stop": STOPPED,
     }
     env |= environment(folder, "report")
-    return run_script("consensus_child.py", specification, folder, env)
+    return run_child("consensus_child", specification, folder, env)
 
 
 def _first_line(found: Mapping[str, Any], order: str) -> str:

@@ -97,14 +97,12 @@ def run(engine: Engine, collector: Collector, specification: dict[str, Any]) -> 
     return found | {"counters": engine.counters(), "problems": engine.problems()}
 
 
-def main() -> None:
-    specification = json.loads(sys.argv[1])
+def answer(specification: dict[str, Any]) -> dict[str, Any]:
     collector = Collector()
     logging.getLogger("vllm_hicache.rank_consensus").addHandler(collector)
     with running(Path(specification["model"]), **specification["options"]) as engine:
-        result = run(engine, collector, specification)
-    Path(sys.argv[2]).write_text(json.dumps(result))
+        return run(engine, collector, specification)
 
 
 if __name__ == "__main__":
-    main()
+    Path(sys.argv[2]).write_text(json.dumps(answer(json.loads(sys.argv[1]))))
