@@ -57,7 +57,7 @@ class WriteBack:
         self._page_size = page_size
         self._block_size = block_size
         self._num_ahead = num_ahead_blocks
-        self._num_clean = 0
+        self._num_clean = self._look_below = 0
         self._pages: dict[bytes, _DevicePage] = {}
         self._by_block: dict[int, list[_DevicePage]] = {}
 
@@ -92,7 +92,7 @@ class WriteBack:
     def plan(self, now: float) -> None:
         """Save what vLLM reuses next. Looks at nothing until half of the blocks that were found
         clean have been taken, so that the work is O(blocks taken)."""
-        if not self._pages or self._num_clean > self._num_ahead // 2:
+        if not self._pages or self._num_clean > self._look_below:
             return
         budget, num_seen = MAX_PAGES_PER_SAVE, 0
         for block_id in self._queue.next_reused(self._num_ahead):
@@ -105,7 +105,7 @@ class WriteBack:
                     budget -= num_planned
                     if budget <= 0:
                         return  # the rest in the next step
-        self._num_clean = num_seen
+        self._num_clean, self._look_below = num_seen, num_seen // 2
 
     def forget(self) -> None:
         """Reset: what is on the device is not saved any more."""

@@ -126,6 +126,18 @@ def test_the_queue_is_looked_at_again_only_when_half_of_what_was_clean_has_been_
     assert queue.num_looks == 2 * looks
 
 
+def test_a_short_queue_is_not_looked_at_in_every_step_either():
+    rig, queue = _rig(num_blocks=6, ahead=1000)
+    _end(rig, queue, _compute(rig, queue, "a", CHAIN))
+    _compute(rig, queue, "b", OTHER[:4])
+    rig.plan()
+    assert queue.num_looks == 5
+    _compute(rig, queue, "c", OTHER[4:8])
+    rig.plan()
+    rig.plan()
+    assert queue.num_looks == 5
+
+
 def test_pages_of_one_device_block_are_saved_together():
     rig, queue = _rig(num_blocks=3, ahead=3, page=4, block=8)
     state = _compute(rig, queue, "a", CHAIN)
