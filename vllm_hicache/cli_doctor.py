@@ -16,7 +16,7 @@ from vllm_hicache.doctor_storage import PROBE_BYTES, check_storage
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.masking import mask_url
 from vllm_hicache.namespace_records import encode_record
-from vllm_hicache.options import STORAGE
+from vllm_hicache.option import STORAGE
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -14,15 +14,8 @@ from vllm_hicache.config_sources import Given, parsed, read_sources
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Fleet
 from vllm_hicache.host_memory import HostMemory
-from vllm_hicache.options import (
-    OPTIONS,
-    STORAGE,
-    STORAGE_OPTIONS,
-    TOP_OPTIONS,
-    Option,
-    default_of,
-    unmet_need,
-)
+from vllm_hicache.option import STORAGE, Option
+from vllm_hicache.options import OPTIONS, STORAGE_OPTIONS, TOP_OPTIONS, default_of, unmet_need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

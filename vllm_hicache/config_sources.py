@@ -13,15 +13,8 @@ import yaml
 
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.masking import shown
-from vllm_hicache.options import (
-    ENV_NAMES,
-    ENV_PREFIX,
-    OPTIONS,
-    STORAGE,
-    STORAGE_OPTIONS,
-    TOP_OPTIONS,
-    Option,
-)
+from vllm_hicache.option import ENV_PREFIX, STORAGE, Option
+from vllm_hicache.options import ENV_NAMES, OPTIONS, STORAGE_OPTIONS, TOP_OPTIONS
 
 # Kubernetes adds these for a service whose name starts with "hicache"; they are not options.
 _SERVICE_LINK = re.compile(

@@ -1,54 +1,13 @@
 """The one table of options: parsing, environment names, docs and ``describe`` derive from it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from vllm_hicache import option_kinds as kinds
 from vllm_hicache.host_memory import AUTO_FRACTION, HostMemory
-from vllm_hicache.option_kinds import Kind
+from vllm_hicache.option import ENV_PREFIX, STORAGE, Option
 from vllm_hicache.quantities import GIB, KIB, MIB
-
-ENV_PREFIX = "HICACHE_"
-STORAGE = "storage"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option.
-
-    name      key; ``storage.x`` is key ``x`` of the table ``storage``
-    kind      how values are read and shown
-    default   parsed value when nothing is given
-    example   a value as written in YAML or JSON
-    doc       one line of meaning
-    needs     options without which it has no effect: ``name`` (set) or ``name=value|value``;
-              for a URL the value is its scheme
-    nullable  null may be given and means the default
-    schemes   defaults that differ from ``default``, each with the scheme of the URL
-    """
-
-    name: str
-    kind: Kind
-    default: object
-    example: object
-    doc: str
-    needs: tuple[str, ...] = ()
-    nullable: bool = False
-    schemes: tuple[tuple[str, object], ...] = ()
-
-    @property
-    def env_name(self) -> str:
-        return ENV_PREFIX + self.name.replace(".", "_").upper()
-
-    @property
-    def field(self) -> str:
-        """Name of the attribute that holds the value; sizes carry their unit there."""
-        bare = self.name.rpartition(".")[2]
-        is_suffixed = self.kind.name != "size" or bare.endswith("_bytes")
-        return bare if is_suffixed else bare + "_bytes"
-
 
 _URL = ("storage.url",)
 _FOLDER = ("storage.url=file|plugin",)

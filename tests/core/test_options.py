@@ -10,7 +10,8 @@ import yaml
 
 from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.options import ENV_NAMES, OPTIONS, STORAGE_OPTIONS, TOP_OPTIONS, Option
+from vllm_hicache.option import Option
+from vllm_hicache.options import ENV_NAMES, OPTIONS, STORAGE_OPTIONS, TOP_OPTIONS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 ENV_CHARACTERS = set(string.ascii_uppercase + string.digits + "_")
