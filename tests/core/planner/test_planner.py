@@ -173,7 +173,8 @@ def test_beyond_the_budget_a_request_takes_what_is_there_and_the_ledger_says_why
     rig.say(FetchProgress(fetch.op, 1))
     assert rig.match(state, num_local=4).num_tokens == 4
     rig.planner.admit(state)
-    assert rig.total("unserved_tokens/deferred_budget") == 4
+    assert rig.total("unserved_tokens/deferred_budget") == 8  # two pages that storage has
+    assert rig.total("unserved_tokens/cap") == 4  # vLLM did not take what it was offered
 
 
 # The ledger --------------------------------------------------------------------------------------
