@@ -15,7 +15,7 @@ from vllm_hicache.simulate.device_pool import DevicePool
 from vllm_hicache.simulate.engine import VirtualEngine
 from vllm_hicache.simulate.invariants import Invariants
 from vllm_hicache.simulate.requests import Status, Tokens
-from vllm_hicache.simulate.script import StorageTrouble, draw_script
+from vllm_hicache.simulate.script import Script, StorageTrouble, draw_script
 from vllm_hicache.simulate.storage import Stores, VirtualProcess
 from vllm_hicache.simulate.truth import Truth
 from vllm_hicache.simulate.workers import VirtualWorker
@@ -44,11 +44,17 @@ class CountedMetrics(Metrics):
 
 
 class Story:
-    """Everything random comes from ``seed``; ``tell`` is given a line for each step."""
+    """Everything random comes from ``seed``; ``tell`` is given a line for each step.
 
-    def __init__(self, seed: int, tell: Tell | None = None) -> None:
+    With a ``script``, the seed decides only what happens, not under which circumstances.
+    """
+
+    def __init__(
+        self, seed: int, tell: Tell | None = None, *, script: Script | None = None
+    ) -> None:
         self.rng = Random(seed)
-        self.first_script = self.script = script = draw_script(self.rng)
+        script = script or draw_script(self.rng)
+        self.first_script = self.script = script
         self.counts: Counter[str] = Counter()
         self.clock = Clock()
         self.num_steps = 0
