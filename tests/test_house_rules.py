@@ -27,6 +27,7 @@ STORAGE_CLIENTS = {"redis", "aiobotocore", "botocore", "boto3", "obstore", "moon
 TORCH_IN_CORE = {"host_pool", "transfer"}
 PLUGIN = "vllm_hicache.plugin"  # vLLM calls it; imports vLLM and the connector when it registers
 COMMAND_LINE = "vllm_hicache.cli"  # the files of the command `hicache`, above everything else
+SIMULATOR = "vllm_hicache.simulate"  # drives the core; only tests and users import it
 LMCACHE_PLUGINS = "vllm_hicache.connectors.lmcache_"
 PLANS = {"plan", "planner", "progress", "prefetch", "prefix_index", "storage", "storage_messages"}
 
@@ -153,6 +154,8 @@ def _refuse_torch(module: str, layer: str) -> str:
 
 def _refuse_own(module: str, layer: str, item: Import) -> str:
     target = layer_of(item.dotted)
+    if item.dotted.startswith(SIMULATOR) and not module.startswith(SIMULATOR):
+        return "the product must not import its simulator"
     if layer == "core" and target != "core":
         is_top = module == PLUGIN or module.startswith(COMMAND_LINE)
         may_come_later = is_top or target == "storage_backends"
@@ -308,6 +311,7 @@ BROKEN = [
     (wrong_directions, "vllm_hicache/plan.py", "from vllm_hicache import connectors"),
     (wrong_directions, "vllm_hicache/plan.py", "def f():\n    import vllm_hicache.connectors"),
     (wrong_directions, "vllm_hicache/cli_two.py", "from vllm_hicache import connectors"),
+    (wrong_directions, "vllm_hicache/plan.py", "from vllm_hicache.simulate import story"),
     (wrong_directions, "storage_backends/file.py", "import torch"),
     (wrong_directions, "storage_backends/file.py", "from vllm_hicache.kernels import dispatch"),
     (wrong_directions, "kernels/dispatch.py", "from vllm_hicache.plan import StepPlan"),
@@ -336,7 +340,8 @@ def small_checkout(tmp_path):
     """A tree with the four folders, this project's pyproject and lock, and two honest modules."""
     for folder in (*SCANNED, "requirements"):
         (tmp_path / folder).mkdir()
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, "vllm_hicache/simulate"):
+        (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "vllm_hicache" / "plan_two.py").write_text("from vllm_hicache import plan\n")
     (tmp_path / "vllm_hicache" / "plan.py").write_text(

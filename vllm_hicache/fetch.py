@@ -41,6 +41,8 @@ class Fetch:
     read: WorldAnswer | None = None
     pages: list[HostPage] = field(default_factory=list)
     """Pages of this fetch that are in host, pinned while a request waits for them."""
+    found: list[bytes] = field(default_factory=list)
+    """Leading pages that storage has on every worker, once it has answered."""
     num_published: int = 0
     tenant: str = ""
     num_occupied: int = 0
@@ -54,16 +56,17 @@ class Fetch:
     def is_running(self) -> bool:
         return self.stage is not FetchStage.ENDED
 
-    def shortfall(self, num_present: int) -> tuple[str, int]:
-        """(why, how many) pages that storage has did not come from it; of a fetch that was not
-        begun only those beyond the first ``num_present`` of the chain, which host has."""
-        if self.slots:
-            reason = "deadline" if self.is_running else "short_fetch"
-            return reason, self.query.agreed - self.num_published
-        if self.reason not in NOT_BEGUN:
-            return "", 0
-        found = self.first_page + min(self.query.agreed, len(self.hashes))
-        return self.reason, max(0, found - max(num_present, self.first_page))
+    def why_unfetched(self, is_over_budget: bool) -> str:
+        """Why pages that storage was found to have are not in host now: a reason of the ledger."""
+        if self.is_running:
+            return "deferred_budget" if is_over_budget else "deadline"
+        if self.reason in (*NOT_BEGUN, "reset", "host_full"):
+            return self.reason
+        if not self.op and self.reason == "missing":
+            return "below_minimum"
+        if self.reason == "complete":
+            return "host_full" if len(self.hashes) < len(self.found) else "evicted"
+        return "short_fetch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,16 +193,18 @@ class Loads:
         state = load.state
         if state.load is load:
             state.load = None
+        num_storage = load.num_storage_tokens
+        num_host = load.num_tokens - num_storage
         if load.is_stale or not outcome.is_ok:
             self._metrics.count("copy_failures", int(not outcome.is_ok))
             reason = "load_failed" if not outcome.is_ok else "reset"
-            self._ledger.unserved(state.request_id, reason, load.num_tokens)
+            self._ledger.unserved(state.request_id, "storage", reason, num_storage)
+            self._ledger.unserved(state.request_id, "host", reason, num_host)
             if load.pages[0].is_present:
                 self._host.discard(load.pages[0])
             return load
         self._metrics.observe("load_seconds", now - load.started_at)
-        self._ledger.served(state.request_id, "storage", load.num_storage_tokens)
-        num_host = load.num_tokens - load.num_storage_tokens
+        self._ledger.served(state.request_id, "storage", num_storage)
         self._ledger.served(state.request_id, "host", num_host)
         return load
 

@@ -109,12 +109,15 @@ class _Account:
     """Tokens of one request by tier; what is found and neither served nor unserved is open."""
 
     found: dict[str, int] = field(default_factory=lambda: {HOST: 0, STORAGE: 0})
-    served: dict[str, int] = field(default_factory=lambda: {HOST: 0, STORAGE: 0})
-    unserved: int = 0
+    settled: dict[str, int] = field(default_factory=lambda: {HOST: 0, STORAGE: 0})
+    """Served, or not served for a reason."""
+
+    def open_in(self, tier: str) -> int:
+        return self.found.get(tier, 0) - self.settled.get(tier, 0)
 
     @property
     def open(self) -> int:
-        return sum(self.found.values()) - sum(self.served.values()) - self.unserved
+        return sum(self.found.values()) - sum(self.settled.values())
 
 
 class Ledger:
@@ -162,39 +165,43 @@ class Ledger:
         """``tokens`` more of those found in ``tier`` are on the device and used."""
         if not tokens:
             return
-        account = self._accounts.get(request_id, _Account())
-        in_tier = account.found.get(tier, 0) - account.served.get(tier, 0)
-        if tokens > min(in_tier, account.open):
-            raise InvariantBroken(
-                f"request {request_id}: {tokens} tokens served from {tier}, but only "
-                f"{min(in_tier, account.open)} found there are open"
-            )
+        account = self._account(request_id, tier, tokens, "served")
         self._metrics.count("served_tokens", tokens, tier)
-        account.served[tier] += tokens
+        account.settled[tier] += tokens
         self._settled += tokens
 
-    def unserved(self, request_id: str, reason: str, tokens: int) -> None:
-        """``tokens`` more of those found are computed instead, because of ``reason``."""
+    def unserved(self, request_id: str, tier: str, reason: str, tokens: int) -> None:
+        """``tokens`` more of those found in ``tier`` are computed instead; ``reason`` says why."""
         if not tokens:
             return
-        account = self._accounts.get(request_id, _Account())
-        if tokens > account.open:
-            raise InvariantBroken(
-                f"request {request_id}: {tokens} tokens not served ({reason}), but only "
-                f"{account.open} found are open"
-            )
+        account = self._account(request_id, tier, tokens, f"not served ({reason})")
         self._metrics.count("unserved_tokens", tokens, reason)
-        account.unserved += tokens
+        self._metrics.count("unserved_tier_tokens", tokens, tier)
+        account.settled[tier] += tokens
         self._settled += tokens
+
+    def _account(self, request_id: str, tier: str, tokens: int, how: str) -> _Account:
+        """The account of a request that has so many open tokens in this tier."""
+        account = self._accounts.get(request_id, _Account())
+        if tokens > account.open_in(tier):
+            raise InvariantBroken(
+                f"request {request_id}: {tokens} tokens of {tier} {how}, but only "
+                f"{account.open_in(tier)} found there are open"
+            )
+        return account
 
     def close(self, request_id: str, reason: str) -> int:
         """End the request; what is still open was not served because of ``reason``.
 
         Returns that number of tokens. An unknown request is 0: it never had a hit.
         """
-        remaining = self.open_tokens(request_id)
-        self.unserved(request_id, reason, remaining)
-        self._accounts.pop(request_id, None)
+        account = self._accounts.get(request_id)
+        if account is None:
+            return 0
+        remaining = account.open
+        for tier in account.found:
+            self.unserved(request_id, tier, reason, account.open_in(tier))
+        del self._accounts[request_id]
         return remaining
 
     def balance(self) -> None:

@@ -199,8 +199,7 @@ class Planner:
         )
         if waits_for_fetch and can_defer:
             return self._defer(num_local)
-        if waits_for_fetch:
-            state.withheld_reason = "deferred_budget"
+        state.is_over_budget = waits_for_fetch
         usable = min(in_host, self._usable_tokens(state)) // block_size * block_size
         if usable <= num_local:
             return NO_MATCH
@@ -229,16 +228,15 @@ class Planner:
         withheld = state.num_found_tokens - num_loaded
         if withheld > 0:
             self.ledger.found(request_id, "host", withheld)
-            self.ledger.unserved(request_id, state.withheld_reason, withheld)
+            self.ledger.unserved(request_id, "host", state.withheld_reason, withheld)
         fetch = state.fetch
         if fetch is not None and self.prefetcher is not None:
-            reason, num_pages = fetch.shortfall(
-                (state.num_local_tokens + state.num_found_tokens) // self.options.page_size
-            )
-            short = num_pages * self.options.page_size
-            if short > 0 and fetch.num_waiting == 1:
+            in_reach = state.num_local_tokens + state.num_found_tokens
+            short = self.prefetcher.num_unfetched(state, in_reach)
+            if short:
+                reason = fetch.why_unfetched(state.is_over_budget)
                 self.ledger.found(request_id, "storage", short)
-                self.ledger.unserved(request_id, reason, short)
+                self.ledger.unserved(request_id, "storage", reason, short)
             self.prefetcher.leave(state)
 
     def begin_load(

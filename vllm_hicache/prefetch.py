@@ -169,6 +169,26 @@ class Prefetcher:
             else:
                 self._unlink(fetch, fetch.hashes)  # it may end short: nobody shall join it
 
+    def num_unfetched(self, state: RequestState, in_reach: int) -> int:
+        """Tokens of the request that its fetch has found beyond the first ``in_reach``.
+
+        Who joined the fetch of another request may have another end. O(log n).
+        """
+        fetch = state.fetch
+        if fetch is None or not fetch.found:
+            return 0
+        first, page_size = fetch.first_page, self._page_size
+        num_pages = state.tokens.num_tokens // page_size
+        hashes = state.tokens.page_hashes(num_pages)
+        low, high = 0, min(len(fetch.found), num_pages - first)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fetch.found[middle - 1] == hashes[first + middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return max(0, (first + low) * page_size - max(in_reach, first * page_size))
+
     def should_wait(self, state: RequestState, num_local_tokens: int, now: float) -> bool:
         """Whether the lookup of this request shall be asked again later."""
         fetch = state.fetch
@@ -312,6 +332,7 @@ class Prefetcher:
 
     def _read(self, fetch: Fetch, now: float) -> None:
         found = min(fetch.query.agreed, len(fetch.hashes))
+        fetch.found = fetch.hashes[:found]
         if found * self._page_size < max(self._policy.min_tokens, 1):
             self._end(fetch, fetch.query.reason if found == 0 else "missing")
             return

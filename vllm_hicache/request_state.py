@@ -81,6 +81,8 @@ class RequestState:
     """Tokens of the prompt in host at the last lookup."""
     withheld_reason: str = "cap"
     """Why the last lookup offered less than it found."""
+    is_over_budget: bool = False
+    """The last lookup would have waited for a fetch, had not too many been waiting already."""
     waiting_since: float | None = None
     """First lookup that was answered "ask again" because of a fetch."""
     fetch: "Fetch | None" = None

@@ -25,6 +25,7 @@ UNSERVED_REASONS = (
     "aborted",
     "evicted",
     "short_fetch",
+    "host_full",
     "cap",
     "load_failed",
     "skip_reading",
@@ -112,6 +113,12 @@ _TOKENS = (
         "Found tokens that were computed after all, by reason.",
         "reason",
         UNSERVED_REASONS,
+    ),
+    _counter(
+        "unserved_tier_tokens",
+        "Found tokens that were computed after all, by the tier that held them.",
+        "tier",
+        _TIERS,
     ),
     _counter("saved_tokens", "Tokens copied from the device to host memory."),
     _counter(

@@ -111,7 +111,7 @@ def test_closed_request_settles_everything_that_was_found():
     ledger.found("a", "storage", 1024)
     ledger.served("a", "host", 512)
     ledger.served("a", "storage", 256)
-    ledger.unserved("a", "short_fetch", 512)
+    ledger.unserved("a", "storage", "short_fetch", 512)
     assert ledger.open_tokens("a") == 256
     assert ledger.num_open == 1
     ledger.balance()
@@ -124,6 +124,8 @@ def test_closed_request_settles_everything_that_was_found():
     reasons = sum(v for key, v in totals.items() if key.startswith("unserved_tokens/"))
     assert (found, served, reasons) == (1536.0, 768.0, 768.0)
     assert totals["unserved_tokens/aborted"] == 256.0
+    assert totals["unserved_tier_tokens/host"] == 0.0
+    assert totals["unserved_tier_tokens/storage"] == 768.0
 
 
 def test_request_without_a_hit_closes_without_a_reason():
@@ -151,11 +153,13 @@ def test_more_served_than_found_in_that_tier_breaks_an_invariant():
     ledger.found("a", "storage", 256)
     with pytest.raises(InvariantBroken, match="request a"):
         ledger.served("a", "host", 257)
-    ledger.unserved("a", "cap", 512)
+    with pytest.raises(InvariantBroken, match="request a"):
+        ledger.unserved("a", "host", "cap", 257)
+    ledger.unserved("a", "host", "cap", 256)
     with pytest.raises(InvariantBroken, match="request a"):
         ledger.served("a", "host", 1)
     with pytest.raises(InvariantBroken, match="request a"):
-        ledger.unserved("a", "cap", 1)
+        ledger.unserved("a", "host", "cap", 1)
     with pytest.raises(InvariantBroken, match="request b"):
         ledger.served("b", "storage", 1)
 
@@ -165,7 +169,7 @@ def test_refused_entry_changes_neither_the_ledger_nor_the_counters():
     ledger = Ledger(metrics)
     ledger.found("a", "host", 256)
     with pytest.raises(InvariantBroken):
-        ledger.unserved("a", "no such reason", 256)
+        ledger.unserved("a", "host", "no such reason", 256)
     with pytest.raises(InvariantBroken):
         ledger.served("a", "host", 512)
     assert ledger.open_tokens("a") == 256

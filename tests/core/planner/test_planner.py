@@ -9,6 +9,7 @@ from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.planner import ASK_AGAIN, NO_MATCH, Match
 from vllm_hicache.request_state import RequestState
 from vllm_hicache.storage_messages import (
+    Exists,
     ExistsResult,
     Fetch,
     FetchProgress,
@@ -173,7 +174,8 @@ def test_beyond_the_budget_a_request_takes_what_is_there_and_the_ledger_says_why
     rig.say(FetchProgress(fetch.op, 1))
     assert rig.match(state, num_local=4).num_tokens == 4
     rig.planner.admit(state)
-    assert rig.total("unserved_tokens/deferred_budget") == 4
+    assert rig.total("unserved_tokens/deferred_budget") == 8  # two pages that storage has
+    assert rig.total("unserved_tokens/cap") == 4  # vLLM did not take what it was offered
 
 
 # The ledger --------------------------------------------------------------------------------------
@@ -315,6 +317,25 @@ def _asking(rig: Rig) -> RequestState:
     return rig.request("a", TOKENS[:17])
 
 
+def _half_queried(rig: Rig) -> RequestState:
+    state = _asking(rig)
+    rig.say(ExistsResult(rig.channels.last(Exists).op, 4, ok=True))
+    return state
+
+
+def _allocated(rig: Rig) -> RequestState:
+    state = _asking(rig)
+    rig.answer_query(4, 4)
+    return state
+
+
+def _settled(rig: Rig) -> RequestState:
+    state = _asking(rig)
+    fetch = rig.answer_query(4, 4)
+    rig.say(FetchSettled(fetch.op, 4, "complete"), FetchSettled(fetch.op, 3, "corrupt"))
+    return state
+
+
 def _fetching(rig: Rig) -> RequestState:
     state = _asking(rig)
     fetch = rig.answer_query(4, 4)
@@ -380,7 +401,10 @@ def _persisting(rig: Rig) -> RequestState:
 
 STATES = (
     _asking,
+    _half_queried,
+    _allocated,
     _fetching,
+    _settled,
     _fetched,
     _load_planned,
     _loading,

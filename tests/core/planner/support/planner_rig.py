@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from virtual_engine import Tokens
-
 from vllm_hicache.audit import check
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import StepPlan
@@ -13,6 +11,7 @@ from vllm_hicache.prefetch import FetchPolicy
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import WorkerProgress
 from vllm_hicache.request_state import DeviceQueue, RequestState
+from vllm_hicache.simulate.requests import Tokens
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.storage_messages import (

@@ -1,166 +1,53 @@
-"""A small vLLM around a real planner: block pool, prefix cache, scheduler, requests.
+"""A small vLLM around a real planner: scheduler, prefix cache, block pool, requests.
 
 It calls the planner as ``connectors/scheduler_side.py`` does, in vLLM's order of hooks.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from random import Random
 
-from virtual_workers import Item, Step, next_tag
-
-from vllm_hicache.hashing import PageHashChain, chain_root
 from vllm_hicache.planner import Planner
 from vllm_hicache.request_state import RequestState
+from vllm_hicache.simulate.clock import Clock
+from vllm_hicache.simulate.contents import Violation, namespace_of, next_tag, pure_tags
+from vllm_hicache.simulate.device_pool import DevicePool
+from vllm_hicache.simulate.invariants import Invariants
+from vllm_hicache.simulate.requests import Request, Status, Tokens
+from vllm_hicache.simulate.steps import Item, Step
 
-ROOT = chain_root()
-
-
-class Status(Enum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-def namespace_of(weights: int) -> str:
-    return f"hc1-{weights:016x}"
-
-
-class Tokens:
-    """A request's token source with growing tokens."""
-
-    def __init__(self, request_id: str, token_ids: Sequence[int], page_size: int) -> None:
-        self.request_id = request_id
-        self.page_size = page_size
-        self.ids = list(token_ids)
-        self._chain = PageHashChain(page_size, ROOT)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
-
-    def page_hashes(self, num_pages: int) -> Sequence[bytes]:
-        if len(self._chain.hashes) < num_pages:
-            self._chain.extend(self.ids, num_pages * self._chain.page_size)
-        return self._chain.hashes
-
-    def note(self, page_index: int) -> object:
-        return (self.request_id, page_index)
-
-
-@dataclass(eq=False)
-class Request:
-    """vLLM's side of a request."""
-
-    tokens: Tokens
-    state: RequestState
-    max_tokens: int
-    status: Status = Status.WAITING
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    tags: list[int] = field(default_factory=list)
-    """What the granules of ``block_ids`` hold, as far as they are computed or loaded."""
-    weights: int = 0
-    """Version of the weights when its first block was allocated."""
-    epoch: int = 0
-    """Outputs of steps that were scheduled in an earlier epoch are dropped."""
-    num_in_flight: int = 0
-    is_preempted: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return self.tokens.request_id
-
-
-class BlockPool:
-    """Device blocks with reference counts and a prefix cache. ``DeviceBlocks`` of the planner."""
-
-    def __init__(self, num_blocks: int, has_prefix_cache: bool) -> None:
-        self.refs = [0] * num_blocks
-        self.num_held = 0
-        self.cached: dict[int, int] = {}
-        self._has_prefix_cache = has_prefix_cache
-        self._free = deque(range(num_blocks))
-        self._keys: dict[int, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        taken = [self._free.popleft() for _ in range(count)]
-        for block_id in taken:
-            self.forget(block_id)
-            self.refs[block_id] = 1
-        return taken
-
-    def use(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            if self.refs[block_id] == 0:
-                self._free.remove(block_id)
-            self.refs[block_id] += 1
-
-    def give_back(self, block_ids: Sequence[int]) -> None:
-        for block_id in reversed(block_ids):
-            self.refs[block_id] -= 1
-            assert self.refs[block_id] >= 0
-            if self.refs[block_id] == 0:
-                put = self._free.append if block_id in self._keys else self._free.appendleft
-                put(block_id)
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        self.use(block_ids)
-        self.num_held += len(block_ids)
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        self.give_back(block_ids)
-        self.num_held -= len(block_ids)
-
-    def cache(self, key: int, block_id: int) -> None:
-        if self._has_prefix_cache and key not in self.cached and block_id not in self._keys:
-            self.cached[key] = block_id
-            self._keys[block_id] = key
-
-    def forget(self, block_id: int) -> None:
-        key = self._keys.pop(block_id, None)
-        if key is not None:
-            del self.cached[key]
-
-    def forget_cached(self) -> None:
-        self.cached.clear()
-        self._keys.clear()
+IGNORED_OFFERS = 0.05
+"""How often vLLM does not take what it was offered."""
 
 
 class VirtualEngine:
-    """Scheduler and requests. ``now`` is moved by the driver."""
+    """Scheduler and requests."""
 
     def __init__(
         self,
         planner: Planner,
-        pool: BlockPool,
-        *,
-        num_workers: int,
+        pool: DevicePool,
+        clock: Clock,
+        rng: Random,
         step_tokens: int,
-        sample: Callable[[], int],
-        ignores_offer: Callable[[], bool],
-        examine: Callable[[Request], None],
+        invariants: Invariants,
+        counts: Counter[str],
     ) -> None:
         self.planner = planner
         self.pool = pool
-        self.now = 0.0
+        self.clock = clock
         self.weights = 1
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
-        self.counts: Counter[str] = Counter()
+        self.num_local_tokens = 0
+        self.num_landed_tokens = 0
         self._page, self._block = planner.options.page_size, planner.options.block_size
         self._granule = min(self._page, self._block)
-        self._num_workers = num_workers
+        self._num_workers = len(planner.options.page_bytes)
+        self._rng = rng
         self._step_tokens = step_tokens
-        self._sample = sample
-        self._ignores_offer = ignores_offer
-        self._examine = examine
+        self._invariants = invariants
+        self._counts = counts
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._received: set[str] = set()
@@ -173,12 +60,13 @@ class VirtualEngine:
         request = Request(tokens, state, max_tokens + tokens.num_tokens)
         self.requests[request.request_id] = request
         self._waiting.append(request)
-        self.planner.settle_storage(self.now)
-        self.planner.add_request(state, self.now)
+        self.planner.settle_storage(self.clock.now)
+        with self._invariants.work(request, tokens.num_tokens // self._page):
+            self.planner.add_request(state, self.clock.now)
         return request
 
     def abort(self, request: Request) -> None:
-        self.counts[f"aborted while {request.status.value}"] += 1
+        self._counts[f"aborted while {request.status.value}"] += 1
         self._finish(request)
 
     @property
@@ -190,14 +78,6 @@ class VirtualEngine:
         """As vLLM's ``has_requests``: also finished requests whose blocks are still loaded to."""
         return bool(self.requests or self.steps or self.planner.holds_device_blocks)
 
-    def pure_tags(self, token_ids: Sequence[int], weights: int) -> list[int]:
-        """Tags of all whole granules of these tokens under one version of the weights."""
-        tags: list[int] = []
-        for start in range(0, len(token_ids) - self._granule + 1, self._granule):
-            piece = tuple(token_ids[start : start + self._granule])
-            tags.append(next_tag(tags[-1] if tags else None, piece, weights))
-        return tags
-
     def _finish(self, request: Request) -> None:
         was_loading = request.status is Status.LOADING
         state = request.state
@@ -205,8 +85,8 @@ class VirtualEngine:
             num_blocks = -(-request.num_computed // self._block)
             state.block_ids = request.block_ids[:num_blocks]
             certain = min(request.num_computed, request.tokens.num_tokens - 1)
-            self.planner.collect_saves(state, certain, self.now)
-        self.planner.finish(state)
+            self._collect(request, certain)
+        self.planner.finish(state, self.clock.now)
         self._unlist(request)
         request.status = Status.FINISHED
         if not was_loading or request.request_id in self._received:
@@ -223,6 +103,11 @@ class VirtualEngine:
     def _free(self, request: Request) -> None:
         self.pool.give_back(request.block_ids)
         request.block_ids, request.tags, request.num_computed = [], [], 0
+        request.num_local = request.num_external = request.num_forwarded = request.num_cached = 0
+
+    def _collect(self, request: Request, certain: int) -> None:
+        with self._invariants.work(request, certain // self._page):
+            self.planner.collect_saves(request.state, certain, self.clock.now)
 
     # A step ------------------------------------------------------------------------------------
 
@@ -242,12 +127,12 @@ class VirtualEngine:
             for request in sorted(self._waiting, key=lambda r: not r.block_ids):
                 if budget <= 0:
                     break
-                count = self._try_admit(request, budget)
-                if count is None:
+                admitted = self._try_admit(request, budget)
+                if admitted is None:
                     break
-                if count:
-                    scheduled[request.request_id] = count
-                    budget -= count
+                if admitted:
+                    scheduled[request.request_id] = admitted
+                    budget -= admitted
         return self._build(scheduled)
 
     def _grow(self, request: Request, budget: int) -> int:
@@ -265,11 +150,10 @@ class VirtualEngine:
         return count
 
     def _preempt(self, request: Request) -> None:
-        self.counts["preempted"] += 1
+        self._counts["preempted"] += 1
         self._free(request)
         request.epoch += 1
         request.num_in_flight = 0
-        request.is_preempted = True
         request.status = Status.WAITING
         self._running.remove(request)
         self._waiting.insert(0, request)
@@ -281,41 +165,56 @@ class VirtualEngine:
             if request.request_id not in self._received:
                 return 0
             self._promote(request)
-        num_local, is_async, num_external = 0, False, 0
         hit: list[int] = []
+        num_external, is_async = 0, False
         if request.num_computed == 0:
             hit = self._local_hit(request)
-            num_local = len(hit) * self._block
-            self.planner.settle_storage(self.now)
-            match = self.planner.match(request.state, num_local, self.now)
-            if match.num_tokens is None:
-                self.counts["deferred"] += 1
+            offer = self._look_up(request, len(hit) * self._block)
+            if offer is None:
                 return 0
-            num_external, is_async = match.num_tokens, match.is_async
-            assert not is_async or num_external > 0
-            assert num_external % self._block == 0
-            if self._ignores_offer():
-                num_external, is_async = 0, False
-        computed = request.num_computed or num_local + num_external
+            num_external, is_async = offer
+        computed = request.num_computed or len(hit) * self._block + num_external
         count = 0 if is_async else min(budget, request.tokens.num_tokens - computed)
-        assert is_async or count > 0, "nothing is left to compute for a request without a load"
+        if not is_async and count <= 0:
+            raise Violation(f"{request.request_id}: nothing is left to compute without a load")
         needed = -(-(computed + count) // self._block) - len(hit) - len(request.block_ids)
-        free = self.pool.num_free - sum(self.pool.refs[b] == 0 for b in hit)
-        if not request.block_ids:
-            free -= sum(self._missing_blocks(other) for other in self._waiting if other.block_ids)
-        if (self._missing_blocks(request) - len(hit) if is_async else needed) > free:
+        if not self._has_room(request, hit, needed, is_async):
             return None
         if request.num_computed == 0:
             self._allocate(request, hit, needed, num_external, is_async)
         else:
             request.block_ids += self.pool.allocate(needed)
-            self.planner.admit(request.state)
+            with self._invariants.no_finding(request):
+                self.planner.admit(request.state)
         if is_async:
             return 0
         self._waiting.remove(request)
         self._running.append(request)
         request.status = Status.RUNNING
         return count
+
+    def _look_up(self, request: Request, num_local: int) -> tuple[int, bool] | None:
+        """(tokens of the offer that is taken, whether they are loaded in the background)."""
+        now = self.clock.now
+        self.planner.settle_storage(now)
+        with self._invariants.work(request, 0):
+            match = self.planner.match(request.state, num_local, now)
+        if match.num_tokens is None:
+            self._counts["deferred"] += 1
+            self._invariants.check_wait(request, num_local, now)
+            return None
+        request.deferred_at = None
+        self._invariants.check_offer(request, num_local, match)
+        if match.num_tokens and self._rng.random() < IGNORED_OFFERS:
+            self._counts["offer ignored"] += 1
+            return 0, False
+        return match.num_tokens, match.is_async
+
+    def _has_room(self, request: Request, hit: Sequence[int], needed: int, is_async: bool) -> bool:
+        free = self.pool.num_free - sum(self.pool.refs[b] == 0 for b in hit)
+        if not request.block_ids:
+            free -= sum(self._missing_blocks(other) for other in self._waiting if other.block_ids)
+        return (self._missing_blocks(request) - len(hit) if is_async else needed) <= free
 
     def _missing_blocks(self, request: Request) -> int:
         """Blocks that it needs until its first token. Loads cannot be preempted: vLLM starts
@@ -330,15 +229,20 @@ class VirtualEngine:
         request.block_ids = hit + self.pool.allocate(needed)
         request.weights = self.weights
         request.num_computed = num_local + num_external
-        pure = self.pure_tags(request.tokens.ids, self.weights)
+        request.num_local, request.num_external = num_local, num_external
+        request.num_cached = len(hit)
+        pure = pure_tags(request.tokens.ids, self._granule, self.weights)
         request.tags = pure[: request.num_computed // self._granule]
-        self.counts["local tokens"] += num_local
-        if not num_external:
-            self.planner.admit(request.state)
-            return
-        self.counts["asynchronous loads" if is_async else "synchronous loads"] += 1
-        blocks = list(request.block_ids)
-        self.planner.begin_load(request.state, num_external, blocks, self.now)
+        self.num_local_tokens += num_local
+        with self._invariants.admission(request):
+            if not num_external:
+                self.planner.admit(request.state)
+                return
+            self._counts["loads begun"] += 1
+            self._counts["asynchronous loads" if is_async else "synchronous loads"] += 1
+            blocks = list(request.block_ids)
+            load = self.planner.begin_load(request.state, num_external, blocks, self.clock.now)
+        self._invariants.check_targets(load)
         if is_async:
             request.status = Status.LOADING
 
@@ -349,6 +253,7 @@ class VirtualEngine:
             self._failed.remove(request.request_id)
             self._free(request)
         else:
+            self._invariants.check_device(request)
             self._cache_blocks(request, request.num_computed)
 
     def _local_hit(self, request: Request) -> list[int]:
@@ -360,23 +265,22 @@ class VirtualEngine:
         return hit
 
     def _block_keys(self, request: Request) -> list[int]:
-        keys, previous = [], 0
-        ids = request.tokens.ids
-        for start in range(0, len(ids) - self._block + 1, self._block):
-            previous = hash((previous, tuple(ids[start : start + self._block])))
-            keys.append(previous)
-        return keys
+        return pure_tags(request.tokens.ids, self._block, 0)
 
     def _cache_blocks(self, request: Request, num_tokens: int) -> None:
         if request.weights != self.weights:
             return  # vLLM's cache was reset; what it holds of old weights is not used again
-        keys = self._block_keys(request)[: num_tokens // self._block]
-        for key, block_id in zip(keys, request.block_ids, strict=False):
+        first, last = request.num_cached, num_tokens // self._block
+        if first >= last:
+            return
+        request.num_cached = last
+        keys = self._block_keys(request)[first:last]
+        for key, block_id in zip(keys, request.block_ids[first:last], strict=True):
             self.pool.cache(key, block_id)
 
     def _build(self, scheduled: dict[str, int]) -> Step:
         planner = self.planner
-        planner.settle_storage(self.now)
+        planner.settle_storage(self.clock.now)
         preempted, self._preempted = self._preempted, []
         for request_id in preempted:
             if request_id in self.requests:
@@ -388,21 +292,24 @@ class VirtualEngine:
             state.block_ids = list(request.block_ids)
             certain = min(request.num_computed + count, request.tokens.num_tokens)
             if certain >= (state.num_saved_pages + 1) * self._page:
-                planner.collect_saves(state, certain, self.now)
+                self._collect(request, certain)
             items.append(self._item(request, count))
-        plan = planner.plan_step(is_busy=bool(scheduled))
-        step = Step(plan, items)
+        self._counts["idle steps"] += not scheduled
+        if planner.write_back is not None:
+            planner.write_back.count_taken(self.pool.take_num_taken())
+        step = Step(planner.plan_step(is_busy=bool(scheduled), now=self.clock.now), items)
         self.steps.append(step)
         return step
 
     def _item(self, request: Request, count: int) -> Item:
         first = request.num_computed // self._granule
         request.num_computed += count
+        request.num_forwarded += count
         last = request.num_computed // self._granule
         ids = request.tokens.ids
         for granule in range(len(request.tags), last):
             piece = tuple(ids[granule * self._granule : (granule + 1) * self._granule])
-            previous = request.tags[-1] if request.tags else None
+            previous = request.tags[-1] if request.tags else 0
             request.tags.append(next_tag(previous, piece, self.weights))
         self._cache_blocks(request, request.num_computed)
         request.num_in_flight += 1
@@ -414,7 +321,6 @@ class VirtualEngine:
     def finish_step(self, report: Callable[[], None]) -> None:
         """Take the output of the oldest step; ``report`` brings what workers say meanwhile."""
         step = self.steps.popleft()
-        assert step.runs == self._num_workers
         finished_recving = set(step.plan.failed_requests)
         for request_id in finished_recving:
             request = self.requests[request_id]
@@ -425,26 +331,35 @@ class VirtualEngine:
         for item in step.items:
             self._take_output(item, affected)
         report()
-        finished_recving |= self._settle_copies()
+        finished_recving |= self.settle_copies()
         for request_id in sorted(finished_recving):
             self._receive(request_id)
-        self.planner.settle_storage(self.now)
+        self.planner.settle_storage(self.clock.now)
 
-    def _settle_copies(self) -> set[str]:
-        settled = self.planner.settle_copies(self.now)
+    def settle_copies(self) -> set[str]:
+        """Consume what all workers have done; requests whose background load is over."""
+        settled = self.planner.settle_copies(self.clock.now)
         loaded = [load.state.request_id for load in settled.loaded if load.is_async]
-        self.counts["failed loads"] += len(settled.failed)
-        assert len(set(loaded)) == len(loaded)
+        self.num_landed_tokens += sum(
+            load.num_tokens for load in settled.loaded if load.is_ok and not load.is_stale
+        )
+        self._counts["loads failed or outdated"] += len(settled.failed)
+        self._counts["pages published"] += len(settled.published)
+        if len(set(loaded)) != len(loaded):
+            raise Violation(f"a load is reported twice: {loaded}")
         return set(loaded)
 
     def _receive(self, request_id: str) -> None:
         """vLLM's ``finished_recving``: the request waits for it, or has been aborted."""
         request = self.requests[request_id]
-        assert request_id not in self._received
+        if request_id in self._received:
+            raise Violation(f"{request_id} is told to vLLM as received twice")
         if request.status is Status.LOADING:
             self._received.add(request_id)
             return
-        assert request.status is Status.FINISHED
+        if request.status is not Status.FINISHED:
+            raise Violation(f"{request_id} is told as received while {request.status.value}")
+        self._counts["load outlived its request"] += 1
         self._free(request)
         self._failed.discard(request_id)
         del self.requests[request_id]
@@ -456,9 +371,12 @@ class VirtualEngine:
             bad = [i for i, block_id in enumerate(request.block_ids) if block_id in invalid]
             if not bad or bad[0] * self._block >= request.num_computed:
                 continue
-            self.counts["truncated"] += 1
+            self._counts["truncated"] += 1
             affected.add(request.request_id)
-            request.num_computed = bad[0] * self._block
+            kept = request.num_computed = bad[0] * self._block
+            request.num_local = min(request.num_local, kept)
+            request.num_external = min(request.num_external, kept - request.num_local)
+            request.num_forwarded = kept - request.num_local - request.num_external
             del request.tags[request.num_computed // self._granule :]
             request.epoch += 1
             request.num_in_flight = 0
@@ -474,11 +392,11 @@ class VirtualEngine:
         if request.num_computed < request.tokens.num_tokens:
             return
         if request.tokens.num_tokens >= request.max_tokens:
-            self.counts["finished"] += 1
-            self._examine(request)
+            self._counts["finished"] += 1
+            self._invariants.check_answer(request)
             self._finish(request)
             return
-        request.tokens.ids.append(self._sample())
+        request.tokens.ids.append(self._rng.randrange(3))
 
     # Whole cache -------------------------------------------------------------------------------
 
