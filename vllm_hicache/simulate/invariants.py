@@ -197,16 +197,20 @@ class Invariants:
 
     @contextmanager
     def work(self, request: Request, last_page: int) -> Iterator[None]:
-        """Rule 7: hashes looked at are as many as the pages that host lacks, and a few."""
+        """Rule 7: hashes looked at are as many as the pages that host lacks, and a few; a page
+        is counted, or pinned, once for each request that uses it."""
+        state = request.state
         hashes = request.tokens.hashes
         missing = max(0, last_page - self._leading_pages(request)) if last_page else 0
-        before = hashes.num_reads
+        before, num_used, num_saved = hashes.num_reads, state.num_used_pages, state.num_saved_pages
         yield
-        limit = 4 * missing + 2 * len(hashes).bit_length() + 6
+        num_new = missing + state.num_used_pages - num_used
+        num_new += state.num_saved_pages - num_saved if state.pin_s else 0
+        limit = 4 * num_new + 2 * len(hashes).bit_length() + 6
         if hashes.num_reads - before > limit:
             raise Violation(
                 f"{request.request_id}: {hashes.num_reads - before} hashes were looked at for "
-                f"{missing} missing pages of {len(hashes)}"
+                f"{num_new} missing or newly used pages of {len(hashes)}"
             )
 
     def check_ledger(self, num_local: int, num_landed: int) -> None:

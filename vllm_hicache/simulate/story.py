@@ -24,6 +24,7 @@ from vllm_hicache.tiers import Direction, SlotOwner
 
 MAX_REQUESTS = 8
 MAX_PROMPT = 60
+PIN_TIMES_S = (0.0, 0.0, 0.0, 0.1)
 MAX_REST_STEPS = 1_500
 """A story that has not come to rest by then hangs."""
 
@@ -194,7 +195,7 @@ class Story:
         tokens = Tokens(f"r{len(known)}", ids[:MAX_PROMPT], self.script.page_size)
         known.append(tokens)
         state = RequestState(tokens, priority=rng.choice((0, 0, 1)))
-        state.pin_s = rng.choice((0.0, 0.0, 0.0, 0.1))
+        state.pin_s = rng.choice(PIN_TIMES_S)
         state.tenant = rng.choice(("", "", "one", "other"))
         hint = rng.random()
         if hint < 0.06:
@@ -378,6 +379,8 @@ class Story:
 
     def _check_rest(self) -> None:
         host = self.planner.host
+        self.clock.advance(2 * max(PIN_TIMES_S))
+        self.planner.settle_copies(self.clock.now)
         if host.num_pinned:
             raise Violation(f"{host.num_pinned} pages are pinned at rest")
         if host.slots.num_used != len(host.index):
