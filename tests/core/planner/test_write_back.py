@@ -6,11 +6,11 @@ from random import Random
 import pytest
 from free_queue import FreeQueue
 from planner_rig import Rig
-from virtual_engine import Tokens
 
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.request_state import RequestState
 from vllm_hicache.saves import MAX_PAGES_PER_SAVE
+from vllm_hicache.simulate.requests import Tokens
 from vllm_hicache.storage_messages import Persist, unpack_hashes
 
 CHAIN = list(range(100, 124))  # six pages of four tokens
