@@ -126,6 +126,10 @@ def test_the_engine_goes_on_after_all_of_it(found: Mapping[str, Any]) -> None:
     assert found["problems"] == []
 
 
+def test_workers_that_end_with_their_engine_are_not_missed(found: Mapping[str, Any]) -> None:
+    assert found["told_at_the_end"] == []
+
+
 # The other modes ---------------------------------------------------------------------------------
 
 

@@ -103,6 +103,8 @@ def main() -> None:
     logging.getLogger("vllm_hicache.rank_consensus").addHandler(collector)
     with running(Path(specification["model"]), **specification["options"]) as engine:
         result = run(engine, collector, specification)
+        num_told = len(collector.texts)
+    result["told_at_the_end"] = collector.texts[num_told:]
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 
