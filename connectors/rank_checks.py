@@ -12,7 +12,7 @@ from vllm_hicache.connectors.messages import ReportMetadata
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import StepPlan
 from vllm_hicache.planner import Planner
-from vllm_hicache.progress_board import BoardReader, ProgressBoard
+from vllm_hicache.progress_board import GOODBYE, BoardReader, ProgressBoard
 from vllm_hicache.rank_consensus import ConsensusOptions, RankConsensus
 from vllm_hicache.rank_events import EventRecorder, pack_batch
 from vllm_hicache.rank_places import places
@@ -74,8 +74,9 @@ class WorkerChecks:
 
     def close(self) -> None:
         self._is_closed.set()
-        if self._pulse.is_alive():
+        if self._board is not None:
             self._pulse.join()
+            self._board.say_goodbye()
 
 
 class SchedulerChecks:
@@ -146,7 +147,8 @@ class SchedulerChecks:
             logger.exception("HiCache rank consensus: stalls are not watched any more")
 
     def _look_once(self) -> None:
-        signs = {i: WorkerSigns(*board.signs()) for i, board in self._boards.items()}
+        everyone = {i: WorkerSigns(*board.signs()) for i, board in self._boards.items()}
+        signs = {i: sign for i, sign in everyone.items() if sign.pulse != GOODBYE}
         stall = self._watch.look(signs, time.monotonic())
         if stall is not None:
             self.consensus.report_stall(stall, signs)

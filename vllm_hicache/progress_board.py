@@ -32,6 +32,8 @@ _WORDS = struct.Struct("<15Q")
 _SAVES, _LOADS = slice(8, 11), slice(12, 15)
 _SIGNS = struct.Struct("<3Q")
 _PULSE, _BEGUN, _ENDED = 128, 136, 144
+GOODBYE = (1 << 64) - 1
+"""In the place of the signs of life: this worker ends as it should."""
 _COUNTERS = {Direction.SAVE: 64, Direction.LOAD: 96}
 _RINGS = {Direction.SAVE: 1024, Direction.LOAD: 2048}
 
@@ -65,6 +67,10 @@ class ProgressBoard:
     def beat(self) -> None:
         """Show that this process lives."""
         self._put(_PULSE, self._get(_PULSE) + 1)
+
+    def say_goodbye(self) -> None:
+        """This worker ends as it should; nobody shall wait for a sign of life."""
+        self._put(_PULSE, GOODBYE)
 
     def begin_step(self, number: int) -> None:
         self._put(_BEGUN, number)

@@ -279,12 +279,22 @@ def test_a_worker_whose_pulse_stops_is_named_while_the_scheduler_does_nothing(ma
     four = make_four(rank_consensus_stall_s=1.0)
     four.step(plan(1))
     wait_for(lambda: all(board.signs()[0] > 2 for board in four.boards.values()))
-    four.sides[1]._checks.close()
+    four.sides[1]._checks._is_closed.set()  # the pulse ends, and nobody has said goodbye
     wait_for(lambda: "Found rank stall" in caplog.text)
     text = next(r.getMessage() for r in caplog.records if "Found rank" in r.getMessage())
     assert "worker 1 (tp 1, pp 0, cp 0): no sign of life" in text.splitlines()[0]
     four.step(plan(2))
     assert four.counted() == {"rank_divergences/stall": 1}
+
+
+def test_workers_that_end_as_they_should_are_not_missed(make_four, caplog):
+    four = make_four(rank_consensus_stall_s=0.5)
+    four.step(plan(1))
+    run(four.sides[0], plan(2))  # the last step of some only
+    for side in four.sides:
+        side.shutdown()
+    time.sleep(1.5)
+    assert "Found rank" not in caplog.text
 
 
 def test_a_worker_that_does_not_begin_a_step_is_named(make_four, caplog):

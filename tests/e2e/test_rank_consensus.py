@@ -13,7 +13,7 @@ import pytest
 from child_process import EXAMPLES, SUPPORT, run_child, workers
 from engine_in_process import ENVIRONMENT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 STALL_S = 5
 FAILING, ARGUMENTS, RESULT, ORDER, STOPPED = "1:fail", "3:arguments", "2:result", "1:order", 1
@@ -126,10 +126,13 @@ def test_the_engine_goes_on_after_all_of_it(found: Mapping[str, Any]) -> None:
     assert found["problems"] == []
 
 
+def test_workers_that_end_with_their_engine_are_not_missed(found: Mapping[str, Any]) -> None:
+    assert found["told_at_the_end"] == []
+
+
 # The other modes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["raise", "abort"])
 def test_a_divergence_stops_the_engine(
     mode: str, tiny_llama: Callable[..., Path], tmp_path: Path

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,11 @@ class Box:
     def __init__(self, width, inner=None):
         self.width = width
         self.inner = inner
+
+
+class Plan:
+    def __init__(self, number):
+        self.number = number
 
 
 class Worker:
@@ -290,6 +297,17 @@ def test_nothing_is_compared_where_nothing_is_selected(nothing):
 def test_an_unmarked_function_is_not_recorded():
     with pytest.raises(TypeError, match="not marked"):
         recorded(Worker().unmarked, EventRecorder())
+
+
+def test_the_class_of_the_guide_can_be_watched():
+    guide = (Path(__file__).parents[3] / "docs" / "debugging.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    space = {}
+    exec(code, space)
+    gather, recorder = space["Gather"](), EventRecorder()
+    assert watch(gather, recorder) == ["gather"]
+    with pytest.raises(AttributeError, match="num_bytes"):
+        gather.gather(Plan(3), [1, 2])  # it returns nothing, and its selector wants a field
 
 
 def test_calls_from_inside_are_recorded():

@@ -101,7 +101,9 @@ def answer(specification: dict[str, Any]) -> dict[str, Any]:
     collector = Collector()
     logging.getLogger("vllm_hicache.rank_consensus").addHandler(collector)
     with running(Path(specification["model"]), **specification["options"]) as engine:
-        return run(engine, collector, specification)
+        result = run(engine, collector, specification)
+        num_told = len(collector.texts)
+    return {**result, "told_at_the_end": collector.texts[num_told:]}
 
 
 if __name__ == "__main__":
