@@ -253,6 +253,8 @@ class VirtualEngine:
             self._failed.remove(request.request_id)
             self._free(request)
         else:
+            if request.weights != self.weights:
+                raise Violation(f"{request.request_id} uses a load from before a reset")
             self._invariants.check_device(request)
             self._cache_blocks(request, request.num_computed)
 

@@ -14,7 +14,7 @@ from vllm_hicache.simulate.required import FAULTS, FULL_SEEDS, FULL_STEPS, TRANS
 from vllm_hicache.storage_link import WorldAnswer
 
 STEPS = 100
-SEEDS_PER_TEST = 50
+SEEDS_PER_TEST = 35
 FIRST_SEED = int.from_bytes(os.urandom(5), "little")
 """New stories at every push; a failure prints the command that repeats it."""
 
