@@ -21,7 +21,8 @@ LENGTH = 4 * PAGE + 44
 @contextmanager
 def _engine(model: Path, **extra: object) -> Iterator[Engine]:
     given = {"host_memory": HOST_PAGES * PAGE * TOKEN_BYTES, **extra}
-    with running(model, extra=given, num_gpu_blocks_override=NUM_BLOCKS) as engine:
+    small = {"num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": 1024}
+    with running(model, extra=given, **small) as engine:
         yield engine
         engine.assert_idle_and_clean()
 
