@@ -30,7 +30,7 @@ def test_one_slow_worker_leaks_nothing_and_lies_about_nothing(
             "max_num_batched_tokens": 256,
         },
     }
-    slow = {"UNDER_TEST_SLOW_COPIES": f"{tp * pp - 1}:0.02"}
+    slow = {"UNDER_TEST_SLOW_COPIES": f"{tp * pp - 1}:0.1"}
     result = run_child("interrupt_child", specification, tmp_path, {**env, **slow})
     assert result["problems"] == []
     assert result["found"]["loads"] >= 2
