@@ -47,7 +47,7 @@ class Point:
         (Point(1, ("a", "b")), "Point(x=1, names=['a', 'b'])"),
         (FetchSettled(3, 2, "missing"), "FetchSettled(op=3, num_pages=2, reason='missing')"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_value_becomes_plain(value, expected):
     assert plain(value) == expected
