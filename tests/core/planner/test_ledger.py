@@ -137,7 +137,7 @@ def test_the_sums_hold_in_each_tier_over_random_faults():
     """Asserted by the simulator after every seed; here it is seen to look at real tokens."""
     tiers = ("host", "storage")
     seen: dict[str, float] = {}
-    for seed in range(12):
+    for seed in range(24):
         story = Story(seed)
         story.run(100)
         totals = story.planner.metrics.totals()

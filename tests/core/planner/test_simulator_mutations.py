@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = 100
-SEEDS_PER_PUSH = 60
+SEEDS_PER_PUSH = 400
 SEEDS_IN_FULL = 300
 FULL_FIRST_SEED = 1_000_000
 
