@@ -123,7 +123,7 @@ def _draw_trouble(rng: Random) -> StorageTrouble:
         silence=rng.choice((0.0, 0.0, 0.01)),
         hang=rng.choice((0.0, 0.0, 0.15)),
         refusal=rng.choice((0.0, 0.0, 0.3)),
-        missing=rng.choice((0.0, 0.0, 0.1)),
+        missing=rng.choice((0.0, 0.0, 0.2)),
         corrupt=rng.choice((0.0, 0.1, 0.3)),
         full=rng.choice((0.0, 0.2)),
         duplicate=rng.choice((0.0, 0.1)),

@@ -230,7 +230,9 @@ class VirtualProcess:
             self._settle(operation, "unavailable")
         elif isinstance(message, Persist) and self._rng.random() < self.trouble.refusal:
             self._counts["write refused"] += 1
-            self._settle(operation, self._rng.choice(("unavailable", "backlog", "backlog")))
+            self._settle(
+                operation, self._rng.choice(("unavailable", "backlog", "backlog", "backlog"))
+            )
 
     # Work --------------------------------------------------------------------------------------
 
