@@ -181,13 +181,16 @@ class Engine:
 
     def device_kv(self, block_ids: Sequence[int]) -> np.ndarray:
         """Numbers in these device blocks: [layers, blocks, ...]. The worker lives here."""
-        return np.stack([cache[block_ids].numpy().copy() for cache in self._device_caches()])
+        caches = self._device_caches()
+        return np.stack([cache[block_ids].float().cpu().numpy().copy() for cache in caches])
 
     def _device_caches(self) -> Sequence[Any]:
         executor = self.llm.llm_engine.engine_core.engine_core.model_executor
         return executor.driver_worker.worker.model_runner.kv_caches
 
-    def assert_kv_is_right(self, prompt: Sequence[int], num_tokens: int) -> None:
+    def assert_kv_is_right(
+        self, prompt: Sequence[int], num_tokens: int, tolerance: float = KV_TOLERANCE
+    ) -> None:
         """Each cached block holds the KV of its own tokens: what computing them again gives.
 
         Answers alone do not tell: attention does not mind in which order it sees its keys.
@@ -196,7 +199,7 @@ class Engine:
         self.ask([salted], max_tokens=1)
         pair = [self.device_kv(self.cached_blocks(p, num_tokens)) for p in (prompt, salted)]
         assert pair[0].shape[1] == num_tokens // self.planner.options.block_size > 0
-        np.testing.assert_allclose(*pair, atol=KV_TOLERANCE)
+        np.testing.assert_allclose(*pair, atol=tolerance)
 
     # Questions -----------------------------------------------------------------------------------
 
