@@ -37,7 +37,7 @@ def test_write_back_keeps_right_pages_while_all_blocks_are_reused_again_and_agai
             engine.ask(prompts)
         engine.settle()
         counted = difference(engine.counters(), before)
-        assert counted["served_tokens/host"] > ROUNDS * NUM_PROMPTS * KEPT / 2
+        assert counted["served_tokens/host"] > ROUNDS * NUM_PROMPTS * KEPT / 4
         for prompt in prompts:
             engine.ask([prompt], max_tokens=1)
             engine.assert_kv_is_right(prompt, KEPT, KV_TOLERANCE)
