@@ -96,29 +96,36 @@ class CostModel:
         self._copy = Average()
         self._load = Line()
         self._fetch = Line()
+        self.num_samples = 0
+        """Changes with every sample: estimates stay as they are while it does."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A step with this many tokens took so long."""
         if num_tokens >= MIN_PREFILL_TOKENS:
+            self.num_samples += 1
             self._prefill.add(num_tokens, seconds)
 
     def copied(self, num_bytes: int, seconds: float) -> None:
         """The slowest worker copied so many bytes host -> device."""
+        self.num_samples += 1
         self._copy.add(num_bytes, seconds)
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """An asynchronous load of so many bytes on the slowest worker took so long, from the
         lookup to the acknowledgement of all workers."""
+        self.num_samples += 1
         self._load.add(num_bytes, seconds)
 
     def fetched(self, num_tokens: int, seconds: float) -> None:
         """So many tokens came from storage in so many seconds, question included."""
+        self.num_samples += 1
         self._fetch.add(num_tokens, seconds)
 
     def stalled(self, num_tokens: int, seconds: float) -> None:
         """Not even so many tokens came from storage in so many seconds. Less than was expected
         anyhow says nothing."""
         if seconds > self._fetch.seconds(num_tokens):
+            self.num_samples += 1
             self._fetch.add(num_tokens, seconds)
 
     def async_load_s(self, num_bytes: int) -> float:

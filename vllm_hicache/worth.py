@@ -29,6 +29,9 @@ class Worth:
         """Of the worker that keeps most."""
         self.is_on = is_on
         self._num_refused = {"load": 0, "fetch": 0}
+        self._crossovers = (0, 0)
+        self._num_samples = 0
+        """Of the cost model when the crossovers were computed."""
 
     def load(self, num_tokens: int, *, is_async: bool) -> Verdict:
         """Host -> device: a copy before the step, or one beside the steps of others."""
@@ -47,7 +50,14 @@ class Worth:
 
     def crossovers(self) -> tuple[int, int]:
         """Tokens from which loading from host, and from storage, beats computing; 0 while unknown
-        or from the first token on, ``NEVER`` where it never does."""
+        or from the first token on, ``NEVER`` where it never does. Asked every step: computed anew
+        only after a new sample."""
+        if self._num_samples != self.costs.num_samples:
+            self._num_samples = self.costs.num_samples
+            self._crossovers = self._compute_crossovers()
+        return self._crossovers
+
+    def _compute_crossovers(self) -> tuple[int, int]:
         recompute = self.costs.recompute_s(1)
         if recompute is None:
             return 0, 0

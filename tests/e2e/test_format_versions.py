@@ -20,7 +20,7 @@ from vllm_hicache.keys import FORMAT_VERSION, parse_shard_name
 from vllm_hicache.storage_backends import file_names
 from vllm_hicache.storage_backends.envelope import decode_header
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.vllm]
 COLD_TOLERANCE = 1e-4
 NEXT = FORMAT_VERSION + 1
 PAGES = 20

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine_in_process import OPTIONS, PAGE, PATIENCE, STORAGE_OPTIONS, Engine, prompt_of, running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 OTHER_PAGE = 128
 PROMPT_TOKENS = 2049

@@ -119,7 +119,7 @@ def _draw_trouble(rng: Random) -> StorageTrouble:
     if rng.random() < 0.2:
         return StorageTrouble()
     return StorageTrouble(
-        death=rng.choice((0.0, 0.004, 0.016)),
+        death=rng.choice((0.0, 0.005, 0.02)),
         silence=rng.choice((0.0, 0.0, 0.01)),
         hang=rng.choice((0.0, 0.0, 0.15)),
         refusal=rng.choice((0.0, 0.0, 0.3)),
