@@ -63,6 +63,7 @@ class ResultLog:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
+        self._write(commit=_commit())
         self._started = time.monotonic()
         self._file_seconds: Counter[str] = Counter()
 
@@ -88,6 +89,17 @@ class ResultLog:
             reason = getattr(report, "wasxfail", None) or str(report.longrepr[2])
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         self._write(test=nodeid, outcome=outcome, reason=reason.removeprefix("Skipped: "))
+
+
+def _commit() -> str:
+    """Of the checkout; changed tracked files are told."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return (git("rev-parse", "HEAD") or "unknown") + (" with local changes" if changed else "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

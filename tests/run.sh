@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Run the tests: `bash tests/run.sh` before a push (under 15 minutes on 2 cores), `--full` for all
-# of them and a new docs/test-report.md. Sets up its own environment (tests/setup_env.sh). Fails on
-# a failed test and on any skip that tests/allowed_skips.txt does not allow.
+# of them and a new docs/test-report.md, `--again` for those that failed in the last full run here:
+# the report then tells both. Sets up its own environment (tests/setup_env.sh). Fails on a failed
+# test and on any skip that tests/allowed_skips.txt does not allow.
 set -euo pipefail
 case "$*" in
 "") TIER=push ;;
 --full) TIER=full ;;
+--again) TIER=again ;;
 *)
-    printf 'usage: bash tests/run.sh [--full]    (for a selection: pytest tests/...)\n' >&2
+    printf 'usage: bash tests/run.sh [--full | --again]    (for a selection: pytest tests/...)\n' >&2
     exit 2
     ;;
 esac
@@ -17,8 +19,6 @@ export HF_HUB_OFFLINE=1
 
 UNIT_LIMIT_S=60
 RESULTS=$ROOT/.cache/results
-rm -rf "$RESULTS"
-mkdir -p "$RESULTS"
 LOGS=()
 
 # part NAME MARKERS [pytest options]: one pytest process; its status is judged at the end.
@@ -32,6 +32,19 @@ part() {
     PART_S=$((SECONDS - started))
 }
 
+if [ "$TIER" = again ]; then
+    LOGS=("$RESULTS"/{units,services,engines}.jsonl)
+    mapfile -t FAILED < <("$PY" tests/run_summary.py --failed "${LOGS[@]}")
+    if [ "${#FAILED[@]}" -eq 0 ]; then
+        printf 'nothing failed in the last full run here\n'
+        exit 0
+    fi
+    "$PY" -m pytest -q --result-log "$RESULTS/again.jsonl" "${FAILED[@]}" </dev/null || true
+    exec "$PY" tests/run_summary.py --report docs/test-report.md --again "$RESULTS/again.jsonl" \
+        "${LOGS[@]}"
+fi
+rm -rf "$RESULTS"
+mkdir -p "$RESULTS"
 if [ "$TIER" = push ]; then
     part units "not e2e and not services and not full" -n 2
     if [ "$PART_S" -gt "$UNIT_LIMIT_S" ]; then

@@ -1,6 +1,7 @@
 """Close one test run: list its skips, fail on any that is not allowed, count, write the report.
 
-Usage: python tests/run_summary.py [--allowed FILE] [--report FILE] RESULT_LOG ...
+Usage: python tests/run_summary.py [--allowed FILE] [--report FILE] [--again LOG] RESULT_LOG ...
+       python tests/run_summary.py --failed RESULT_LOG ...
 A result log is what ``pytest --result-log FILE`` writes. Exit status 0 only when every part ran to
 its end, something passed, nothing failed, and each skip matches a line of the allowed list.
 """
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +46,7 @@ class Part:
     exit_status: int | None
     seconds: float
     file_seconds: Mapping[str, float] = field(default_factory=dict)
+    commit: str = "unknown"
 
     @property
     def has_finished(self) -> bool:
@@ -62,14 +64,16 @@ class AllowedSkip:
 def read_part(path: Path) -> Part:
     """Read one result log; a missing file is a part that died before its first test."""
     lines = path.read_text().splitlines() if path.exists() else []
-    results, exit_status, seconds, file_seconds = {}, None, 0.0, {}
+    results, exit_status, seconds, file_seconds, commit = {}, None, 0.0, {}, "unknown"
     for line in map(json.loads, lines):
         if "exit_status" in line:
             exit_status, seconds = line["exit_status"], line["seconds"]
             file_seconds = line.get("files", {})
+        elif "commit" in line:
+            commit = line["commit"]
         elif line["test"] not in results or line["outcome"] == "failed":
             results[line["test"]] = Result(**line)
-    return Part(path.stem, tuple(results.values()), exit_status, seconds, file_seconds)
+    return Part(path.stem, tuple(results.values()), exit_status, seconds, file_seconds, commit)
 
 
 def read_allowed(path: Path) -> list[AllowedSkip]:
@@ -90,6 +94,25 @@ def find_allowed(result: Result, allowed: Sequence[AllowedSkip]) -> AllowedSkip 
     return next((skip for skip in allowed if fnmatchcase(shown, skip.pattern)), None)
 
 
+def with_second_results(parts: Sequence[Part], again: Part) -> list[Part]:
+    """The parts with what failed replaced by how it ended when it was run again."""
+    second = {result.test: result for result in again.results}
+    return [
+        replace(
+            part,
+            results=tuple(
+                second.get(result.test, result) if result.outcome == "failed" else result
+                for result in part.results
+            ),
+        )
+        for part in parts
+    ]
+
+
+def failed(parts: Iterable[Part]) -> list[str]:
+    return [r.test for part in parts for r in part.results if r.outcome == "failed"]
+
+
 def complaints(parts: Sequence[Part], allowed: Sequence[AllowedSkip]) -> list[str]:
     """Every reason why this run is not green."""
     found = [
@@ -97,8 +120,7 @@ def complaints(parts: Sequence[Part], allowed: Sequence[AllowedSkip]) -> list[st
         for part in parts
         if not part.has_finished
     ]
-    for part in parts:
-        found += [f"failed: {r.test}" for r in part.results if r.outcome == "failed"]
+    found += [f"failed: {test}" for test in failed(parts)]
     found += [
         f"skipped without leave: {result.test} ({result.reason})"
         for result in skips(parts)
@@ -137,16 +159,21 @@ def closing_line(parts: Sequence[Part]) -> str:
 
 
 def read_episodes(path: Path) -> list[dict[str, float | str]]:
-    """What tests/faults measured under load, one row a fault; none where they did not run."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What tests/faults measured under load, the last row of each fault; none did not run."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list({row["fault"]: row for row in map(json.loads, lines)}.values())
 
 
 def report(
     parts: Sequence[Part],
     allowed: Sequence[AllowedSkip],
     episodes: Sequence[Mapping[str, float | str]] = (),
+    again: Part | None = None,
 ) -> str:
     """The text of docs/test-report.md."""
+    first = parts
+    if again is not None:
+        parts = with_second_results(parts, again)
     lines = [
         "# Last full test run",
         "",
@@ -155,18 +182,22 @@ def report(
         "| | |",
         "|---|---|",
         f"| date | {datetime.now(UTC):%Y-%m-%d %H:%M} UTC |",
-        f"| commit | {_commit()} |",
         f"| machine | {os.cpu_count()} cores, {platform.machine()}, {_device()} |",
         f"| Python | {platform.python_version()} |",
         *(f"| {name} | {number} |" for name, number in _versions()),
         "",
-        "| part | passed | failed | skipped | seconds |",
-        "|---|---|---|---|---|",
+        "| part | passed | failed | skipped | seconds | commit |",
+        "|---|---|---|---|---|---|",
     ]
     for part in parts:
         name = part.name if part.has_finished else f"{part.name} (died)"
         numbers = [count([part], *outcomes) for outcomes in (("passed",), ("failed",), NOT_RUN)]
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {part.seconds:.0f} |")
+        ended = [*numbers, f"{part.seconds:.0f}", part.commit]
+        lines.append(f"| {name} | {' | '.join(map(str, ended))} |")
+    if again is not None:
+        lines += ["", f"Failed in that run, and passed when run again on {again.commit}:", ""]
+        still = set(failed(parts))
+        lines += [f"- {test}" for test in failed(first) if test not in still]
     lines += ["", "| slowest files | seconds |", "|---|---|"]
     lines += [f"| {name} | {seconds:.0f} |" for name, seconds in slowest_files(parts)]
     if episodes:
@@ -185,15 +216,6 @@ def report(
 def _skip_line(result: Result, allowed: Sequence[AllowedSkip]) -> str:
     leave = find_allowed(result, allowed)
     return f"{result.test}: {result.reason} [{leave.reason if leave else 'NOT ALLOWED'}]"
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(TESTS), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", ":/")
-    return (git("rev-parse", "HEAD") or "unknown") + (" with local changes" if changed else "")
 
 
 def _device() -> str:
@@ -220,10 +242,17 @@ def main() -> int:
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--allowed", type=Path, default=TESTS / "allowed_skips.txt")
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--again", type=Path, help="log of a second run of what had failed")
+    parser.add_argument("--failed", action="store_true", help="only print what has failed")
     options = parser.parse_args()
 
+    first = [read_part(path) for path in options.logs]
+    if options.failed:
+        sys.stdout.writelines(f"{test}\n" for test in failed(first))
+        return 0
     allowed = read_allowed(options.allowed)
-    parts = [read_part(path) for path in options.logs]
+    again = read_part(options.again) if options.again is not None else None
+    parts = with_second_results(first, again) if again is not None else first
     problems = complaints(parts, allowed)
     print(f"\nskips ({len(skips(parts))}):")
     for result in skips(parts):
@@ -235,7 +264,7 @@ def main() -> int:
         print(f"NOT GREEN: {problem}")
     if options.report is not None:
         episodes = read_episodes(options.logs[0].with_name("fault-episodes.jsonl"))
-        options.report.write_text(report(parts, allowed, episodes))
+        options.report.write_text(report(first, allowed, episodes, again))
         print(f"report written to {options.report}")
     print(closing_line(parts))
     return 1 if problems else 0

@@ -18,7 +18,7 @@ SKIPPED = {"test": "tests/test_a.py::test_two[x]", "outcome": "skipped", "reason
 FINISHED = {"exit_status": 0, "seconds": 1.5}
 
 
-def _close(tmp_path, *logs, allowed="", report=False):
+def _close(tmp_path, *logs, allowed="", report=False, again=None):
     paths = []
     for number, lines in enumerate(logs):
         paths.append(tmp_path / f"part{number}.jsonl")
@@ -26,6 +26,9 @@ def _close(tmp_path, *logs, allowed="", report=False):
     (tmp_path / "allowed.txt").write_text(allowed)
     options = ["--allowed", tmp_path / "allowed.txt"]
     options += ["--report", tmp_path / "report.md"] if report else []
+    if again is not None:
+        (tmp_path / "again.jsonl").write_text("".join(json.dumps(line) + "\n" for line in again))
+        options += ["--again", tmp_path / "again.jsonl"]
     command = [sys.executable, SCRIPT, *options, *paths]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -87,6 +90,25 @@ def test_a_failure_fails_the_run_even_after_the_test_passed(tmp_path):
     assert "1 failed in" in run.stdout
 
 
+def test_what_failed_and_passes_when_run_again_is_green_and_told_as_both(tmp_path):
+    first = [{"commit": "abc123"}, FAILED, {"exit_status": 1, "seconds": 1.0}]
+    again = [{"commit": "def456"}, PASSED, FINISHED]
+    run = _close(tmp_path, first, again=again, report=True)
+    assert run.returncode == 0
+    report = (tmp_path / "report.md").read_text()
+    assert "| 1 | 0 | 0 | 1 | abc123 |" in report
+    told = "Failed in that run, and passed when run again on def456:\n\n- tests/test_a.py::test_one"
+    assert told in report
+
+
+def test_what_fails_again_or_is_not_run_again_stays_red(tmp_path):
+    first = [FAILED, {"exit_status": 1, "seconds": 1.0}]
+    for again in ([FAILED, {"exit_status": 1, "seconds": 1.0}], [FINISHED]):
+        run = _close(tmp_path, first, again=again, report=True)
+        assert run.returncode == 1
+        assert "failed: tests/test_a.py::test_one" in run.stdout
+
+
 @pytest.mark.parametrize(
     "dead",
     [[PASSED], [PASSED, {"exit_status": 3, "seconds": 1.0}], [{"exit_status": 5, "seconds": 0}]],
@@ -112,11 +134,10 @@ def test_a_run_in_which_nothing_passed_is_not_green(tmp_path):
 
 
 def test_the_report_holds_date_commit_counts_and_skips(tmp_path):
-    _close(tmp_path, [PASSED, SKIPPED, FINISHED], report=True)
+    _close(tmp_path, [{"commit": "abc123"}, PASSED, SKIPPED, FINISHED], report=True)
     report = (tmp_path / "report.md").read_text()
     assert re.search(r"\| date \| \d{4}-\d\d-\d\d \d\d:\d\d UTC \|", report)
-    assert re.search(r"\| commit \| ([0-9a-f]{40}|unknown)( with local changes)? \|", report)
-    assert "| part0 | 1 | 0 | 1 | 2 |" in report
+    assert "| part0 | 1 | 0 | 1 | 2 | abc123 |" in report
     assert "test_two[x]: no redis [NOT ALLOWED]" in report
     assert "## Not green" in report
 
@@ -140,7 +161,7 @@ def test_the_result_log_holds_every_outcome_of_a_real_run(tmp_path):
     command += ["--rootdir", tmp_path, "--result-log", log, tmp_path]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    seen = {line["test"]: (line["outcome"], line["reason"]) for line in lines[:-1]}
+    seen = {line["test"]: (line["outcome"], line["reason"]) for line in lines[1:-1]}
     reason = seen.pop("test_skipped_module.py")[1]
     assert "could not import 'no_such_module'" in reason
     assert seen == {
