@@ -124,7 +124,7 @@ def _draw_trouble(rng: Random) -> StorageTrouble:
         hang=rng.choice((0.0, 0.0, 0.15)),
         refusal=rng.choice((0.0, 0.0, 0.3)),
         missing=rng.choice((0.0, 0.0, 0.2)),
-        corrupt=rng.choice((0.0, 0.1, 0.3)),
+        corrupt=rng.choice((0.0, 0.2, 0.4)),
         full=rng.choice((0.0, 0.2)),
         duplicate=rng.choice((0.0, 0.1)),
         unsent=rng.choice((0.0, 0.02)),
