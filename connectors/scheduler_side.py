@@ -18,13 +18,14 @@ from vllm_hicache.connectors.stats import HiCacheStats
 from vllm_hicache.control_address import ControlAddress
 from vllm_hicache.control_server import ControlServer
 from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.keys import Namespace
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.namespace_records import encode_record
 from vllm_hicache.near_miss_notice import NearMissNotice
 from vllm_hicache.persists import PERSIST_TIMEOUT_FACTOR
-from vllm_hicache.planner import NOTHING_SETTLED, Planner, PlannerOptions, Settled
-from vllm_hicache.prefetch import FetchPolicy
+from vllm_hicache.planner import NOTHING_SETTLED, Planner, Settled
+from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress_board import BoardReader
 from vllm_hicache.request_state import RequestState

@@ -33,16 +33,6 @@ from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.worth import Verdict, Worth
 from vllm_hicache.write_back import WriteBack
 
-__all__ = [
-    "ASK_AGAIN",
-    "NOTHING_SETTLED",
-    "NO_MATCH",
-    "Match",
-    "Planner",
-    "PlannerOptions",
-    "Settled",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -275,7 +265,7 @@ class Planner:
         state.is_admitted = False
         state.verdict = None
 
-    def finish(self, state: RequestState, now: float = 0.0) -> None:
+    def finish(self, state: RequestState, now: float) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
         state.is_finished = True
         if state.pin_s and state.num_saved_pages:
@@ -287,7 +277,7 @@ class Planner:
 
     # Steps -------------------------------------------------------------------------------------
 
-    def plan_step(self, *, is_busy: bool, now: float = 0.0) -> StepPlan:
+    def plan_step(self, *, is_busy: bool, now: float) -> StepPlan:
         """Everything that was decided since the last step, numbered."""
         if self.write_back is not None:
             self.write_back.plan(now)

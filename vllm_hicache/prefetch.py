@@ -34,8 +34,6 @@ from vllm_hicache.storage_messages import (
 from vllm_hicache.tiers import Tier
 from vllm_hicache.worth import Verdict, Worth
 
-__all__ = ["Fetch", "FetchEvent", "FetchPolicy", "FetchStage", "Prefetcher"]
-
 PATIENCE = 0.1
 """Part of the time to compute its tokens that a request waits whatever is predicted."""
 FetchEvent = ExistsResult | FetchProgress | FetchSettled | FetchReleased

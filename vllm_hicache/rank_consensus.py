@@ -128,7 +128,7 @@ class RankConsensus:
         if not self._is_level:
             self._judge()
         if self._stalls:
-            self._raise_stalls()
+            self._settle_stalls()
 
     def _absorb_equal(self, packed: Mapping[int, bytes]) -> bool:
         """Nearly always: all workers did the same since their last reports, and nothing waits.
@@ -236,7 +236,7 @@ class RankConsensus:
         with self._lock:
             self._stalls.append(text.partition("\n")[0])
 
-    def _raise_stalls(self) -> None:
+    def _settle_stalls(self) -> None:
         with self._lock:
             stalls, self._stalls = self._stalls, []
         self._metrics.count("rank_divergences", len(stalls), "stall")

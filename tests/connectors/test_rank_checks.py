@@ -21,10 +21,11 @@ from vllm_hicache.connectors.device_blocks import PoolReferences
 from vllm_hicache.connectors.messages import ReportMetadata
 from vllm_hicache.connectors.rank_checks import SchedulerChecks, WorkerChecks, look_interval_s
 from vllm_hicache.connectors.worker_side import WorkerSide
+from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import CopyOp, Direction, StepPlan
-from vllm_hicache.planner import Planner, PlannerOptions
-from vllm_hicache.prefetch import FetchPolicy
+from vllm_hicache.planner import Planner
+from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.progress_board import BoardReader, ProgressBoard
 
 pytestmark = pytest.mark.vllm

@@ -66,8 +66,7 @@ CHAINS = {
     "s3, all": WHOLE,
 }
 IN_FULL = ("s3, tp2-pp2", "file, all", "redis, all", "s3, all")
-"""Engines whose workers wait for storage spin: two cores leave S3 too little beside four of them,
-so that it answers after its deadline now and then."""
+"""What a push has no time for."""
 PARAMETERS = [
     pytest.param(name, marks=[pytest.mark.full] if name in IN_FULL else []) for name in CHAINS
 ]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from vllm_hicache.planner import PlannerOptions
-from vllm_hicache.prefetch import FetchPolicy
+from vllm_hicache.fetch import FetchPolicy
+from vllm_hicache.planner_options import PlannerOptions
 
 SIZES = ((4, 4), (4, 4), (8, 4), (4, 8), (8, 2), (2, 8))
 """(page size, block size) in tokens."""

@@ -21,7 +21,7 @@ def live_through(rig: Rig) -> None:
     rig.compute(state, 20)
     rig.plan()
     rig.finish_saves()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
 
 
 def test_a_planner_that_is_not_watched_has_its_own_functions():

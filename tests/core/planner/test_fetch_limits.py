@@ -69,7 +69,7 @@ def test_pages_that_arrived_count_until_their_request_has_taken_them():
 def test_an_aborted_request_gives_its_room_back_when_no_worker_writes_any_more():
     rig = _rig()
     state, fetch, _ = _ask(rig, "a", "red")
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.planner.prefetcher.num_occupied == 6
     rig.end_fetch(fetch.op, 2, reason="cancelled")
     assert rig.planner.prefetcher.num_occupied == 0
@@ -81,7 +81,7 @@ def test_a_fetch_that_ends_short_gives_its_room_back_with_its_request():
     state, fetch, _ = _ask(rig, "a", "red")
     rig.end_fetch(fetch.op, 1, reason="corrupt")
     assert rig.planner.prefetcher.num_occupied == 6
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.planner.prefetcher.num_occupied == 0
 
 
@@ -91,7 +91,7 @@ def test_a_dead_storage_process_keeps_its_room_until_its_successor_says_hello():
     rig = _rig()
     state, _, _ = _ask(rig, "a", "red")
     rig.say(ChannelDown())
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.planner.prefetcher.num_occupied == 6
     rig.say(ChannelUp(2))
     assert rig.planner.prefetcher.num_occupied == 0
@@ -104,7 +104,7 @@ def test_two_requests_for_one_prefix_count_once():
     second = rig.request("again", first.tokens.ids, tenant="red")
     assert rig.planner.prefetcher.num_occupied == 6
     rig.end_fetch(fetch.op, 6)
-    rig.planner.finish(first)
+    rig.planner.finish(first, rig.now)
     assert rig.planner.prefetcher.num_occupied == 6
-    rig.planner.finish(second)
+    rig.planner.finish(second, rig.now)
     assert rig.planner.prefetcher.num_occupied == 0

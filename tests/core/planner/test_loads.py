@@ -131,7 +131,7 @@ def test_a_failed_load_takes_its_pages_out_of_host_and_the_request_computes():
     assert rig.match(state) == NO_MATCH
     assert rig.total("unserved_tokens/load_failed") == 8
     rig.planner.admit(state)
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
 
 
@@ -144,7 +144,7 @@ def test_what_a_failed_load_left_on_the_device_is_not_saved_when_the_request_is_
     rig.finish_loads(failed=[1])
     state.block_ids = sorted(load.block_ids)  # vLLM names them: it takes the tokens for loaded
     rig.planner.collect_saves(state, 8, 0.0)
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.plan().saves == ()
 
 
@@ -183,7 +183,7 @@ def test_an_aborted_request_keeps_its_load_until_the_last_worker_is_done():
     state = rig.request("a", TOKENS[:9])
     load = rig.begin_load(state)
     rig.plan()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.finish_loads(workers=[0])
     assert rig.planner.holds_device_blocks
     assert rig.finish_loads(workers=[1]).loaded == (load,)
@@ -196,7 +196,7 @@ def test_a_failed_load_of_an_aborted_request_is_told_to_vllm_as_landed():
     state = rig.request("a", TOKENS[:9])
     load = rig.begin_load(state)
     rig.plan()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     settled = rig.finish_loads(failed=[1])
     assert (settled.loaded, settled.failed) == ((load,), ())
     assert rig.plan().failed_requests == ()
@@ -209,7 +209,7 @@ def test_a_synchronous_load_keeps_the_engine_stepping_until_it_is_acknowledged()
     state = rig.request("a", TOKENS[:9])
     rig.begin_load(state)
     rig.plan()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.planner.holds_device_blocks
     rig.finish_loads()
     assert not rig.planner.holds_device_blocks
@@ -225,7 +225,7 @@ def test_a_preempted_request_may_end_while_two_of_its_loads_run():
     rig.planner.preempt(state)
     rig.begin_load(state)
     rig.plan()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.finish_loads()
     assert rig.total("served_tokens/host") == 16
     rig.audit(is_idle=True)

@@ -188,7 +188,7 @@ def test_every_token_that_was_found_is_served_or_has_a_reason():
     rig.begin_load(state)
     rig.plan()
     rig.finish_loads()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.total("found_tokens/host") == 16
     assert rig.total("served_tokens/host") == 12
     assert rig.total("unserved_tokens/cap") == 4
@@ -211,7 +211,7 @@ def test_an_offer_that_vllm_does_not_take_has_a_reason():
     rig.match(state)
     rig.planner.admit(state)
     assert rig.total("unserved_tokens/cap") == 8
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
 
 
@@ -241,7 +241,7 @@ def test_pages_of_a_fetch_that_fell_short_have_a_reason():
     rig.say(FetchReleased(fetch.op))
     rig.plan()
     rig.finish_loads()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
 
 
@@ -306,7 +306,7 @@ def test_a_prefix_comes_back_through_all_three_tiers():
     assert (load.num_tokens, load.num_storage_tokens) == (12, 12)
     rig.plan()
     assert rig.finish_loads().loaded == (load,)
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
 
 
@@ -441,7 +441,7 @@ def test_after_a_reset_in_any_state_nothing_of_before_is_visible_or_left(
     assert rig.match(state) == NO_MATCH
     _finish_everything(rig)
     assert len(rig.planner.host.index) == 0
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
     assert rig.planner.host.slots.num_used == 0
 
@@ -450,7 +450,7 @@ def test_after_a_reset_in_any_state_nothing_of_before_is_visible_or_left(
 def test_a_request_aborted_in_any_state_leaves_nothing_behind(reach: Callable[[Rig], RequestState]):
     rig = Rig(has_storage=True, num_workers=2)
     state = reach(rig)
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit()
     _finish_everything(rig)
     rig.audit(is_idle=True)

@@ -174,7 +174,7 @@ def test_a_stop_uses_the_last_progress_that_was_consumed():
     rig.say(FetchReleased(fetch.op), FetchReleased(fetch.op))
     rig.plan()
     rig.finish_loads()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
     assert rig.total("unserved_tokens/deadline") == 8
 
@@ -216,7 +216,7 @@ def test_fetched_pages_are_pinned_while_a_request_waits_for_them():
     state, fetch = _reading(rig)
     rig.end_fetch(fetch.op, 6)
     assert len(rig.planner.host.allocate(12)) == 6
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.planner.host.num_pinned == 0
     assert len(rig.planner.host.allocate(12)) == 6
 
@@ -232,7 +232,7 @@ def test_a_page_that_was_saved_meanwhile_is_used_and_its_second_slot_freed():
     assert rig.planner.host.slots.num_used == 2
     assert rig.planner.host.num_pinned == 2
     rig.end_fetch(fetch.op, 2)
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
 
 
@@ -267,7 +267,7 @@ def test_pages_are_dropped_when_the_page_before_them_has_left():
     rig.planner.host.discard(rig.page_of(state, 0))
     rig.end_fetch(fetch.op, 4)
     assert rig.in_host(state) == 0
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     assert rig.planner.host.slots.num_used == 0
     rig.audit(is_idle=True)
 
@@ -293,9 +293,9 @@ def test_the_last_one_to_leave_stops_the_fetch():
     rig = _rig()
     first, fetch = _reading(rig)
     second = rig.request("b", PROMPT)
-    rig.planner.finish(first)
+    rig.planner.finish(first, rig.now)
     assert rig.channels.count(Cancel) == 0
-    rig.planner.finish(second)
+    rig.planner.finish(second, rig.now)
     assert rig.channels.last(Cancel).op == fetch.op
     rig.end_fetch(fetch.op, 0, reason="cancelled")
     rig.audit(is_idle=True)
@@ -304,7 +304,7 @@ def test_the_last_one_to_leave_stops_the_fetch():
 def test_nobody_joins_a_fetch_that_was_stopped():
     rig = _rig()
     first, fetch = _reading(rig)
-    rig.planner.finish(first)
+    rig.planner.finish(first, rig.now)
     second = rig.request("b", PROMPT)
     assert rig.channels.count(Exists) == 2
     rig.end_fetch(fetch.op, 0, reason="cancelled")
@@ -455,7 +455,7 @@ def test_a_reset_mid_fetch_publishes_nothing_more_and_frees_at_the_release():
     assert rig.in_host(state) == 0
     rig.say(FetchReleased(fetch.op))
     assert rig.planner.host.slots.num_used == 0
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.audit(is_idle=True)
 
 

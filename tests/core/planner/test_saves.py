@@ -94,7 +94,7 @@ def test_blocks_are_held_from_the_plan_to_the_last_acknowledgement():
     rig.compute(state, 8)
     assert set(rig.blocks.refs.elements()) == set(state.block_ids)
     rig.plan()
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.finish_saves(workers=[0])
     assert rig.blocks.num_held == 2
     assert rig.planner.holds_device_blocks

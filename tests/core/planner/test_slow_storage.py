@@ -120,13 +120,13 @@ def _mean_ttft(
                 if match == ASK_AGAIN:
                     continue
                 rig.planner.admit(state)
-                rig.planner.finish(state)
+                rig.planner.finish(state, rig.now)
                 waiting.remove(state)
                 free_at = rig.now + (num_tokens - match.num_tokens) / TOKENS_PER_S
                 spent += free_at - begun
                 rig.planner.costs.prefilled(num_tokens, compute_s)
                 break
-            rig.planner.plan_step(is_busy=True)
+            rig.planner.plan_step(is_busy=True, now=rig.now)
             rig.now += TICK_S
         rig.now = max(rig.now, free_at)
     ideal = num_rounds * compute_s * concurrency * (concurrency + 1) / 2

@@ -96,7 +96,7 @@ def test_trace_b_a_stop_uses_what_is_agreed_then_and_later_pages_change_nothing(
         assert load is None or load.last_token == agreed * PAGE
         rig.plan()
         rig.finish_loads()
-        rig.planner.finish(state)
+        rig.planner.finish(state, rig.now)
         rig.audit(is_idle=True)
         assert rig.planner.host.slots.num_used == len(rig.planner.host.index)
 
@@ -159,7 +159,7 @@ def test_trace_f_a_cancelled_question_drains_on_every_stage_and_fetches_nothing(
         num_before = rng.randrange(STAGES)  # so many stages have asked before they hear of it
         before = [ExistsResult(op, 6, ok=True) for _ in range(num_before)]
         rig.say(*before)
-        rig.planner.finish(state)
+        rig.planner.finish(state, rig.now)
         assert all(sent[-1] == Cancel(op) for sent in rig.channels.sent)
         late = [[ExistsResult(op, 0, ok=False, reason="cancelled")] for _ in range(STAGES)]
         late[:num_before] = [[]] * num_before

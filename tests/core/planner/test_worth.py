@@ -106,7 +106,7 @@ def test_one_in_many_refused_loads_is_made_and_a_host_that_recovered_is_used_aga
             rig.now += 0.001
             rig.finish_loads()
         rig.planner.admit(state)
-        rig.planner.finish(state)
+        rig.planner.finish(state, rig.now)
     assert loaded.index(True) == PROBE_EVERY - 1
     assert all(loaded[-PROBE_EVERY:])
 
@@ -201,7 +201,7 @@ def test_a_storage_that_recovers_is_used_again():
                 made += 1
                 rig.end_fetch(fetch.op, 6)
         rig.planner.admit(state)
-        rig.planner.finish(state)
+        rig.planner.finish(state, rig.now)
     assert rig.planner.costs.fetch_s(24) < 0.024
     assert made > 2 * PROBE_EVERY
 
@@ -212,7 +212,7 @@ def test_a_fetch_that_was_given_up_is_measured_as_far_as_it_came():
     fetch = rig.answer_query(6)
     rig.now = 2.0
     rig.say(FetchProgress(fetch.op, 2))
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.end_fetch(fetch.op, 2, reason="cancelled")
     assert rig.planner.costs.fetch_s(8) == pytest.approx(2.0)
 
@@ -222,7 +222,7 @@ def test_a_storage_that_never_answers_is_not_taken_for_a_fast_one():
     state = rig.request("a", TOKENS)
     fetch = rig.answer_query(6)
     rig.now = 3.0
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.end_fetch(fetch.op, 0, reason="cancelled")
     assert rig.planner.costs.fetch_s(24) >= 3.0
 
@@ -234,7 +234,7 @@ def test_a_fetch_that_was_given_up_at_once_says_nothing():
     state = rig.request("a", TOKENS)
     fetch = rig.answer_query(6)
     rig.now = 0.001
-    rig.planner.finish(state)
+    rig.planner.finish(state, rig.now)
     rig.end_fetch(fetch.op, 0, reason="cancelled")
     assert rig.planner.costs.fetch_s(4) == before
 

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vllm_hicache.audit import check
+from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import StepPlan
-from vllm_hicache.planner import Match, Planner, PlannerOptions, Settled
-from vllm_hicache.prefetch import FetchPolicy
+from vllm_hicache.planner import Match, Planner, Settled
+from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import WorkerProgress
 from vllm_hicache.request_state import DeviceQueue, RequestState
