@@ -68,13 +68,11 @@ else
     MODEL_ARGS=(--max-model-len 8192 --dtype float32 --block-size 32 --kv-cache-memory-bytes 67108864)
     export HF_HUB_OFFLINE=1
 fi
-[ "$FLAVOUR" = cpu ] && MODEL_ARGS+=(--enforce-eager)
-
-# The vllm command of the CPU wheel cannot start: it looks for a distribution named vllm.
-if "$PY" -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then
-    SERVE=("$VENV/bin/vllm" serve "$MODEL")
+if [ "$FLAVOUR" = cpu ]; then
+    MODEL_ARGS+=(--enforce-eager)
+    SERVE=("$PY" -P "$ROOT/examples/cpu_server.py" --model "$MODEL")
 else
-    SERVE=("$PY" -P -m vllm.entrypoints.openai.api_server --model "$MODEL")
+    SERVE=("$VENV/bin/vllm" serve "$MODEL")
 fi
 
 PORT=$("$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')

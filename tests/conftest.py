@@ -29,6 +29,7 @@ ENVIRONMENT = {
 
 # Tests see the installed package, and never kernels/ by its bare name (another distribution's).
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+sys.path.append(str(ROOT / "examples"))  # what engines need on a CPU lies there, for users, too
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 

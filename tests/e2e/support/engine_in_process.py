@@ -109,7 +109,7 @@ class Engine:
     ) -> None:
         if "worker_cls" in options:
             few_cores.fork_workers()
-        few_cores.sleep_when_idle()
+        import cpu_queues  # noqa: F401 (readers of queues in this process nap)
         from vllm import LLM
         from vllm.config import KVTransferConfig
 

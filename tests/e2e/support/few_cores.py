@@ -1,20 +1,17 @@
-"""Engines with many workers on few cores: imports are shared, and waiting is sleeping.
+"""Engines with many workers on few cores: imports are shared.
 
 Every process of an engine imports vLLM: 8 s of a core each. Those that tests start are forked from
-one server that has imported it and done nothing else, so that they are fresh otherwise. And who
-reads vLLM's shared-memory queue spins for a second after each message, which starves others.
+one server that has imported it and done nothing else, so that they are fresh otherwise.
 """
 
 import multiprocessing.context
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
 PRELOADED = ("vllm.v1.worker.cpu_worker", "vllm.entrypoints.llm", "worker_under_test")
-NAP_S = 0.0005
 
 
 class Process(multiprocessing.context.ForkServerProcess):
@@ -61,22 +58,3 @@ def fork_workers() -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = Context
-
-
-def sleep_when_idle() -> None:
-    """Readers of vLLM's queues in this process sleep half a millisecond where they would spin.
-
-    Not longer: vLLM's writers may leave out the notice of a message that follows another at once.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    original = SpinCondition.wait
-
-    def nap(condition: SpinCondition, timeout_ms: int | None = None) -> None:
-        if time.monotonic() > condition.last_read + condition.busy_loop_s:
-            original(condition, timeout_ms)
-        else:
-            time.sleep(NAP_S)
-
-    if original.__name__ != nap.__name__:
-        SpinCondition.wait = nap

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import few_cores
+import cpu_queues  # noqa: F401 (waiting workers nap)
 import numpy as np
 import torch
 from copy_spy import with_flipped_signs
@@ -23,9 +23,6 @@ DIVERGE = "UNDER_TEST_DIVERGE"
 """Path of a file that tells one worker to do something else; see `diverging_worker`."""
 SLOW_COPIES = "UNDER_TEST_SLOW_COPIES"
 """``RANK:SECONDS``: what each copy of that worker takes longer."""
-
-
-few_cores.sleep_when_idle()
 
 
 class WorkerUnderTest(Worker):
