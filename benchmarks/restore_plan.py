@@ -153,7 +153,6 @@ def _hicache(
     extra: dict[str, Any] = {
         "host_memory": host_memory,
         "page_size": options.page_size,
-        "prefetch_policy": options.prefetch_policy,
         "skip_slow_loads": False,  # a restore is measured, not whether it pays
     }
     if options.load_mode != "auto":
@@ -162,6 +161,7 @@ def _hicache(
         return extra
     return {
         **extra,
+        "prefetch_policy": options.prefetch_policy,
         "weights_id": f"benchmark-{token_hex(8)}",  # no pages of an earlier run
         "fixed_weights": True,  # host memory can then be dropped without losing the files
         "min_object_bytes": 1,
