@@ -4,6 +4,7 @@ Faults come from a file, so that a test steers a backend that lives in another p
 """
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -136,7 +137,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     operation: str = ""  # open, contains, read, write, delete or clear; empty for every one
     name: str = ""
+    chance: float = 1.0
+    """Part of the calls that meet it; each backend draws for itself."""
     delay_s: float = 0.0
+    jitter_s: float = 0.0
+    """A random part of this comes on top of ``delay_s``."""
     fails: bool = False
     hangs: bool = False
     """A thread hangs until this fault is lifted; cancelling the call does not help."""
@@ -196,6 +201,7 @@ class FaultyBackend:
         self._faults = faults
         self._running: dict[int, float] = {}
         self._num_calls = 0
+        self._random = random.Random()
 
     @classmethod
     def from_url(cls, url: str, config: StorageConfig) -> Self:
@@ -259,14 +265,14 @@ class FaultyBackend:
         self._running[number] = time.monotonic()
         try:
             for fault in self._faults.present():
-                if fault.strikes(operation, names):
+                if fault.strikes(operation, names) and self._random.random() < fault.chance:
                     await self._suffer(fault, operation, names)
             return await call()
         finally:
             del self._running[number]
 
     async def _suffer(self, fault: Fault, operation: str, names: Sequence[str]) -> None:
-        await asyncio.sleep(fault.delay_s)
+        await asyncio.sleep(fault.delay_s + self._random.random() * fault.jitter_s)
         if fault.hangs:
             await self._hang(fault)
         if fault.fails:

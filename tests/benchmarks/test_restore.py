@@ -68,9 +68,9 @@ def test_connector_options_of_the_plan_are_accepted_by_the_connector(tmp_path):
         plan = _plan("--load-mode", mode, folder=tmp_path)
         config = HiCacheConfig.parse(plan.connector_options, env={})
         assert config.sync_load_max_ms == expected_ms
+        assert config.fixed_weights
     plan = _plan("--storage", "none", folder=tmp_path)
     assert HiCacheConfig.parse(plan.connector_options, env={}).storage is None
-        assert config.fixed_weights
 
 
 def test_an_unknown_arm_is_refused():

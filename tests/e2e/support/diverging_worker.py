@@ -4,6 +4,7 @@ The file holds ``RANK:WHAT``; that worker does it at the next occasion, and rena
 ``DONE`` with the step in which it did. WHAT is
 
     fail        a save fails, as a copy may
+    fail load   a load fails
     arguments   the plan arrives with the rows of its save in another order
     result      another answer than the plan's failed requests
     order       a hook is called twice
@@ -56,7 +57,8 @@ def diverge_on_demand(path: Path, rank: int) -> None:
     )
     HiCacheConnector.get_transfer_results = asking(HiCacheConnector.get_transfer_results, orders)
     WorkerSide.take_failed_requests = answering(WorkerSide.take_failed_requests, orders)
-    PageCopier.save = failing(PageCopier.save, orders)
+    PageCopier.save = failing(PageCopier.save, orders, "fail")
+    PageCopier.load = failing(PageCopier.load, orders, "fail load")
 
 
 def binding(bind: Callable[..., None], orders: Orders) -> Callable[..., None]:
@@ -94,10 +96,10 @@ def answering(answer: Callable[..., set[str]], orders: Orders) -> Callable[..., 
     return answer_otherwise
 
 
-def failing(save: Callable[..., None], orders: Orders) -> Callable[..., None]:
-    def save_or_fail(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
-        if orders.take("fail"):
+def failing(copy: Callable[..., None], orders: Orders, what: str) -> Callable[..., None]:
+    def copy_or_fail(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
+        if orders.take(what):
             raise OSError("told to fail")
-        save(copier, copy_list, host)
+        copy(copier, copy_list, host)
 
-    return save_or_fail
+    return copy_or_fail

@@ -39,6 +39,17 @@ STORAGE_OPTIONS: Mapping[str, object] = {
     "prefetch_min_tokens": 1,
 }
 """Options of the connector under which every page is stored and waited for."""
+SETTINGS: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "block_size": BLOCK,
+    "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,
+}
+"""vLLM's options, unless a test has others."""
 PATIENCE = {"operation_timeout_s": 60, "connect_timeout_s": 60}
 """On a busy machine a late answer is no miss here."""
 
@@ -117,16 +128,6 @@ class Engine:
         if storage is not None:
             table = storage if isinstance(storage, Mapping) else {"url": f"file://{storage}"}
             stored = {"storage": {**PATIENCE, **table}, **STORAGE_OPTIONS}
-        settings: dict[str, Any] = {
-            "enforce_eager": True,
-            "dtype": "float32",
-            "max_model_len": 4096,
-            "block_size": BLOCK,
-            "enable_prefix_caching": True,
-            "kv_cache_memory_bytes": 64 << 20,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": False,
-        }
         self.llm = LLM(
             model=str(model),
             kv_transfer_config=KVTransferConfig(
@@ -135,7 +136,7 @@ class Engine:
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={**OPTIONS, **stored, **(extra or {})},
             ),
-            **(settings | options),
+            **{**SETTINGS, **options},
         )
         self.first_free_blocks = self.free_blocks
 

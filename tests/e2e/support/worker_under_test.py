@@ -22,7 +22,7 @@ FLIP_LOADS = "UNDER_TEST_FLIP_LOADS"
 DIVERGE = "UNDER_TEST_DIVERGE"
 """Path of a file that tells one worker to do something else; see `diverging_worker`."""
 SLOW_COPIES = "UNDER_TEST_SLOW_COPIES"
-"""``RANK:SECONDS``: what each copy of that worker takes longer."""
+"""``RANK:SECONDS``: what each copy of that worker takes longer; ``RANK:PATH``: a file says it."""
 
 
 class WorkerUnderTest(Worker):
@@ -30,9 +30,9 @@ class WorkerUnderTest(Worker):
         super().load_model(*args, **kwargs)
         if os.environ.get(FLIP_LOADS):
             flip_all_loads()
-        rank, _, seconds = os.environ.get(SLOW_COPIES, "").partition(":")
+        rank, _, delay = os.environ.get(SLOW_COPIES, "").partition(":")
         if rank == str(self.rank):
-            slow_all_copies(float(seconds))
+            slow_all_copies(delay)
         if os.environ.get(DIVERGE):
             from diverging_worker import diverge_on_demand
 
@@ -49,12 +49,13 @@ def load_flipped(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) 
     ORIGINAL_LOAD(copier, *with_flipped_signs(copy_list, host))
 
 
-def slow_all_copies(seconds: float) -> None:
+def slow_all_copies(delay: str) -> None:
     """From now on every copy of this process starts so much later."""
+    path = Path(delay) if delay.startswith("/") else None
 
     def late(copy: Callable[..., None]) -> Callable[..., None]:
         def copy_late(*args: Any, **kwargs: Any) -> None:
-            time.sleep(seconds)
+            time.sleep(float(path.read_text() if path is not None else delay))
             copy(*args, **kwargs)
 
         return copy_late
