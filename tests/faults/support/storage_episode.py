@@ -38,7 +38,7 @@ DEADLINE_S = BASE_S + PER_1K_S * PROMPT_TOKENS / 1024
 """How long a request may be held for its fetch: options ``prefetch_timeout_*`` of the engines."""
 HEALTHY_TOKENS = 8 * (PROMPT_TOKENS - 1)
 """Storage serves again when it served so many: one prompt of each client."""
-OPTIONS = {"host_memory": "16MiB", "page_size": PAGE}
+OPTIONS = {"host_memory": "16MiB", "page_size": PAGE, "skip_slow_loads": False}
 """Host keeps 64 pages of the 128 that all conversations have, and asking in turn evicts each
 before its next use: what is found is found in storage."""
 STORAGE_OPTIONS = {"prefetch_min_tokens": PAGE, "log_interval_s": 2}
