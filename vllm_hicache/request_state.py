@@ -79,6 +79,9 @@ class RequestState:
     is_offer_async: bool = False
     num_found_tokens: int = 0
     """Tokens of the prompt in host at the last lookup."""
+    refused: tuple[int, str] = (0, "")
+    """(last token of the longest offer that vLLM has not taken since the request arrived or was
+    preempted, why it was not loaded should host lose it meanwhile)."""
     withheld_reason: str = "cap"
     """Why the last lookup offered less than it found."""
     is_over_budget: bool = False
