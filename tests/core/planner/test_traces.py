@@ -3,10 +3,10 @@
 Per stage, answers come in order; between stages, in any.
 """
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
+from interleavings import interleave, interleavings, tell
 from planner_rig import Rig
 
 from vllm_hicache.planner import ASK_AGAIN, NO_MATCH
@@ -27,22 +27,6 @@ from vllm_hicache.storage_messages import (
 PAGE = 4
 TOKENS = list(range(100, 200))
 STAGES = 3
-interleavings = pytest.mark.parametrize(
-    "count", [60, pytest.param(1000, marks=pytest.mark.full)], ids=["few", "1000"]
-)
-
-
-def interleave(rng: Random, queues: list[list]) -> Iterator[tuple[int, object]]:
-    """(stage, answer) of all answers, in order per stage."""
-    left = [list(queue) for queue in queues]
-    while any(left):
-        stage = rng.choice([i for i, queue in enumerate(left) if queue])
-        yield stage, left[stage].pop(0)
-
-
-def tell(rig: Rig, stage: int, event: object) -> None:
-    rig.channels.inbox.append((stage, event))
-    rig.settle_storage()
 
 
 def reading(rig: Rig, num_pages: int = 6):
