@@ -133,7 +133,7 @@ def test_a_failed_load_is_booked_in_the_tier_that_its_pages_came_from():
     }
 
 
-# Offers that vLLM did not take --------------------------------------------------------------------
+# Offers that vLLM did not take -------------------------------------------------------------------
 
 
 def evict(rig: Rig, num_pages: int) -> None:
@@ -241,7 +241,7 @@ def test_tokens_from_storage_that_were_offered_and_lost_are_booked_once():
     assert rig.total("found_tokens/host") == PAGE + PAGE  # its first page, and the other's load
 
 
-# Requests that end early --------------------------------------------------------------------------
+# Requests that end early -------------------------------------------------------------------------
 
 
 def test_what_a_request_had_found_when_it_was_aborted_in_the_queue_is_aborted():
@@ -294,7 +294,7 @@ def test_a_load_that_lands_after_its_request_was_aborted_is_aborted_in_the_tier_
     rig.audit(is_idle=True)
 
 
-# Sums ---------------------------------------------------------------------------------------------
+# Sums --------------------------------------------------------------------------------------------
 
 
 def test_the_sums_hold_in_each_tier_over_random_faults():

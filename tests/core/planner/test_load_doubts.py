@@ -87,7 +87,7 @@ def test_an_open_load_is_in_doubt_however_many_steps_it_takes():
     assert not _loads(rig).has_failed_lately
 
 
-# When some worker has failed and others are not done ----------------------------------------------
+# When some worker has failed and others are not done ---------------------------------------------
 
 
 def test_a_load_is_distrusted_before_the_last_worker_has_done_it():

@@ -91,7 +91,7 @@ def test_no_page_is_taken_before_the_last_stage_has_answered_and_then_as_many_as
         assert rig.planner.prefetcher.num_slots == min(leading)
 
 
-# Operation -> index, and operation -> free ---------------------------------------------------------
+# Operation -> index, and operation -> free -------------------------------------------------------
 
 
 @interleavings
@@ -125,7 +125,7 @@ def test_the_rest_stays_with_the_operation_of_a_dead_process_until_its_successor
     assert _owners(rig, fetch) == [INDEX] * 2 + [FREE] * 4
 
 
-# Operation -> free at the index's door --------------------------------------------------------------
+# Operation -> free at the index's door -----------------------------------------------------------
 
 
 @interleavings
@@ -170,7 +170,7 @@ def test_pages_whose_parent_has_left_are_freed_as_they_arrive(count):
         rig.audit(is_idle=True)
 
 
-# An abort in each state -----------------------------------------------------------------------------
+# An abort in each state --------------------------------------------------------------------------
 
 
 def _submitted(rig: Rig, rng: Random) -> list[list]:
@@ -238,6 +238,9 @@ def test_an_abort_leaves_agreed_pages_to_the_index_and_the_rest_to_the_operation
         rig.planner.finish(state, rig.now)
         is_running = reach not in ("settled", "grafted")
         assert [rig.channels.count(Cancel, stage) for stage in range(STAGES)] == [is_running] * 3
+        if is_running:
+            op = fetch.op if fetch is not None else rig.channels.last(Exists).op
+            assert all(rig.channels.last(Cancel, stage).op == op for stage in range(STAGES))
         assert rig.in_host(state) == in_host
         if any(left) and fetch is not None:
             assert _owners(rig, fetch) == [INDEX] * in_host + [OPERATION] * (PAGES - in_host)
@@ -268,7 +271,7 @@ def test_after_an_abort_in_any_state_the_next_request_for_the_prefix_is_served(r
     assert rig.begin_load(state).num_tokens == PAGES * PAGE
 
 
-# Index -> load -> index -----------------------------------------------------------------------------
+# Index -> load -> index --------------------------------------------------------------------------
 
 
 def test_a_page_is_pinned_by_its_fetch_then_by_its_load_and_then_may_be_evicted():

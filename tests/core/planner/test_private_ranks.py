@@ -17,7 +17,7 @@ NUM_RANKS = 4
 PAGE = 4
 STEP_S = 0.005
 NUM_REQUESTS = 50
-EXISTS_S, BASE_S = 0.08, 0.15
+EXISTS_S, BASE_S = 0.08, 0.08
 LONGEST_WAIT_S = EXISTS_S + BASE_S + 2 * STEP_S
 """Question and fetch have their deadlines; a lookup is repeated every step."""
 
