@@ -118,7 +118,7 @@ class _Host:
             assert page.is_evictable == (not page.pins and not page.num_children)
             assert page.pins == pins[page] >= 0
         gone = {page for page in pins if page not in present}
-        owners = {slot: SlotOwner.OPERATION for slot in self.owned}
+        owners = dict.fromkeys(self.owned, SlotOwner.OPERATION)
         owners |= {page.slot: SlotOwner.INDEX for page in (*pages, *gone)}
         assert len(owners) == len(self.owned) + len(pages) + len(gone)
         for slot in range(NUM_SLOTS):
