@@ -26,6 +26,7 @@ from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.prefetch import Prefetcher
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import Outcome, ProgressJoin
+from vllm_hicache.refusals import Refusals
 from vllm_hicache.request_state import DeviceBlocks, DeviceQueue, RequestState
 from vllm_hicache.saves import Saves
 from vllm_hicache.storage_answers import StorageAnswers
@@ -164,7 +165,7 @@ class Planner:
 
         Idempotent: vLLM repeats it every step until the request gets blocks.
         """
-        self._note_refusal(state, "no_blocks")
+        self._note_refusal(state, now)
         state.num_local_tokens, state.num_offered_tokens = num_local_tokens, 0
         state.is_outdated = False  # who is looked up holds no blocks
         answer = self._match(state, num_local_tokens, now)
@@ -203,6 +204,9 @@ class Planner:
         if state.verdict[1] is Verdict.NO:
             state.withheld_reason = "recompute_faster"
             return NO_MATCH
+        if is_async and self._is_shut_out(state, num_tokens, now):
+            state.withheld_reason = "no_blocks"
+            return NO_MATCH
         return Match(num_tokens, is_async)
 
     def admit(self, state: RequestState) -> None:
@@ -232,22 +236,17 @@ class Planner:
             short = self.prefetcher.num_unfetched(state, in_reach)
             reason = state.fetch.why_unfetched(state.is_over_budget)
             self._miss(state, "storage", ended or reason, short)
-        end, reason = state.refused
-        booked = max(0, min(end, fetched + short) - fetched)
-        self._miss(state, "host", ended or reason, end - in_reach - booked)
-        state.num_found_tokens, state.refused = 0, (0, "")
+        refused = state.refused
+        booked = max(0, min(refused.end, fetched + short) - fetched)
+        self._miss(state, "host", ended or refused.reason, refused.end - in_reach - booked)
+        state.num_found_tokens, state.refused = 0, Refusals()
 
-    def _note_refusal(self, state: RequestState, reason: str) -> None:
+    def _note_refusal(self, state: RequestState, now: float) -> None:
         """vLLM has not taken the last offer, and host may lose the pages until it does."""
-        if state.is_admitted:
-            return
-        end, _ = state.refused
-        if state.num_offered_tokens:
-            end = max(end, state.num_local_tokens + state.num_offered_tokens)
+        if state.num_offered_tokens and not state.is_admitted:
+            end = state.num_local_tokens + state.num_offered_tokens
+            state.refused.note(end, now, is_async=state.is_offer_async)
             state.num_offered_tokens = 0
-            state.refused = end, reason
-        elif end and reason == "reset":
-            state.refused = end, reason
 
     def _miss(self, state: RequestState, tier: str, reason: str, num_tokens: int) -> None:
         if num_tokens > 0:
@@ -289,7 +288,7 @@ class Planner:
         state.num_saved_pages = 0
         state.is_admitted = False
         state.verdict = None
-        state.num_offered_tokens = 0
+        state.num_offered_tokens, state.refused = 0, Refusals()
 
     def finish(self, state: RequestState, now: float) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
@@ -414,7 +413,8 @@ class Planner:
         if self.write_back is not None:
             self.write_back.forget()
         for state in requests:
-            self._note_refusal(state, "reset")
+            self._note_refusal(state, 0.0)
+            state.refused = Refusals(state.refused.end, "reset")
             state.is_outdated |= state.is_admitted or bool(state.block_ids)
         if self.prefetcher is not None:
             self.prefetcher.forget()
@@ -453,6 +453,17 @@ class Planner:
 
     def _is_landing(self, page_hash: bytes) -> bool:
         return self.options.shares_device_pages and self.loads.is_landing(page_hash)
+
+    def _is_shut_out(self, state: RequestState, num_tokens: int, now: float) -> bool:
+        """Whether vLLM has refused the load for as long as computing its tokens takes, and has
+        blocks for the request without one."""
+        waited = state.refused.waited(now)
+        recompute = self.costs.recompute_s(num_tokens) if waited else None
+        if recompute is None or waited < recompute:
+            return False
+        block = self.options.block_size
+        needed = -(-state.tokens.num_tokens // block) - state.num_local_tokens // block
+        return needed <= self._blocks.num_free
 
     def _can_defer(self, num_local_tokens: int) -> bool:
         """Each "ask again" makes vLLM repeat its own lookup of the cached blocks."""
