@@ -239,7 +239,9 @@ class Planner:
         refused = state.refused
         booked = max(0, min(refused.end, fetched + short) - fetched)
         self._miss(state, "host", ended or refused.reason, refused.end - in_reach - booked)
-        state.num_found_tokens, state.refused = 0, Refusals()
+        state.num_found_tokens = 0
+        if refused.end:
+            state.refused = Refusals()
 
     def _note_refusal(self, state: RequestState, now: float) -> None:
         """vLLM has not taken the last offer, and host may lose the pages until it does."""
