@@ -21,6 +21,11 @@ class PoolReferences:
         """Blocks of the pool, used or free."""
         return len(self.pool.blocks) if self.pool is not None else 0
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that vLLM can hand out now."""
+        return self.pool.get_num_free_blocks() if self.pool is not None else 0
+
     def hold(self, block_ids: Sequence[int]) -> None:
         """Raise the reference count: vLLM does not reuse the blocks before ``release``."""
         if self.pool is None:

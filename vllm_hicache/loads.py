@@ -204,6 +204,10 @@ class Loads:
                 self._host.discard(load.pages[0])
             return load
         self._metrics.observe("load_seconds", now - load.started_at)
+        if load.is_async and state.is_finished:
+            self._ledger.unserved(state.request_id, "storage", "aborted", num_storage)
+            self._ledger.unserved(state.request_id, "host", "aborted", num_host)
+            return load
         self._ledger.served(state.request_id, "storage", num_storage)
         self._ledger.served(state.request_id, "host", num_host)
         return load

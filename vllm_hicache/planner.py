@@ -26,6 +26,7 @@ from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.prefetch import Prefetcher
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import Outcome, ProgressJoin
+from vllm_hicache.refusals import Refusals
 from vllm_hicache.request_state import DeviceBlocks, DeviceQueue, RequestState
 from vllm_hicache.saves import Saves
 from vllm_hicache.storage_answers import StorageAnswers
@@ -164,6 +165,7 @@ class Planner:
 
         Idempotent: vLLM repeats it every step until the request gets blocks.
         """
+        self._note_refusal(state, now)
         state.num_local_tokens, state.num_offered_tokens = num_local_tokens, 0
         state.is_outdated = False  # who is looked up holds no blocks
         answer = self._match(state, num_local_tokens, now)
@@ -202,6 +204,9 @@ class Planner:
         if state.verdict[1] is Verdict.NO:
             state.withheld_reason = "recompute_faster"
             return NO_MATCH
+        if is_async and self._is_shut_out(state, num_tokens, now):
+            state.withheld_reason = "no_blocks"
+            return NO_MATCH
         return Match(num_tokens, is_async)
 
     def admit(self, state: RequestState) -> None:
@@ -213,21 +218,42 @@ class Planner:
         if state.is_admitted:
             return
         state.is_admitted = True
-        request_id = state.request_id
         self.metrics.count("local_tokens", state.num_local_tokens)
-        withheld = state.num_found_tokens - num_loaded
-        if withheld > 0:
-            self.ledger.found(request_id, "host", withheld)
-            self.ledger.unserved(request_id, "host", state.withheld_reason, withheld)
-        fetch = state.fetch
-        if fetch is not None and self.prefetcher is not None:
-            in_reach = state.num_local_tokens + state.num_found_tokens
-            short = self.prefetcher.num_unfetched(state, in_reach)
-            if short:
-                reason = fetch.why_unfetched(state.is_over_budget)
-                self.ledger.found(request_id, "storage", short)
-                self.ledger.unserved(request_id, "storage", reason, short)
+        self._book_unserved(state, num_loaded)
+        if self.prefetcher is not None:
             self.prefetcher.leave(state)
+
+    def _book_unserved(self, state: RequestState, num_loaded: int, ended: str = "") -> None:
+        """What lookups of this life have found and the device does not get, each token once:
+        found by the last one, found in storage, offered earlier. ``ended`` is the reason where
+        the request has ended, else each has its own."""
+        in_reach = state.num_local_tokens + state.num_found_tokens
+        withheld = state.num_found_tokens - num_loaded
+        self._miss(state, "host", ended or state.withheld_reason, withheld)
+        fetched, short = in_reach, 0
+        if state.fetch is not None and self.prefetcher is not None:
+            fetched = max(in_reach, state.fetch.first_page * self.options.page_size)
+            short = self.prefetcher.num_unfetched(state, in_reach)
+            reason = state.fetch.why_unfetched(state.is_over_budget)
+            self._miss(state, "storage", ended or reason, short)
+        refused = state.refused
+        booked = max(0, min(refused.end, fetched + short) - fetched)
+        self._miss(state, "host", ended or refused.reason, refused.end - in_reach - booked)
+        state.num_found_tokens = 0
+        if refused.end:
+            state.refused = Refusals()
+
+    def _note_refusal(self, state: RequestState, now: float) -> None:
+        """vLLM has not taken the last offer, and host may lose the pages until it does."""
+        if state.num_offered_tokens and not state.is_admitted:
+            end = state.num_local_tokens + state.num_offered_tokens
+            state.refused.note(end, now, is_async=state.is_offer_async)
+            state.num_offered_tokens = 0
+
+    def _miss(self, state: RequestState, tier: str, reason: str, num_tokens: int) -> None:
+        if num_tokens > 0:
+            self.ledger.found(state.request_id, tier, num_tokens)
+            self.ledger.unserved(state.request_id, tier, reason, num_tokens)
 
     def begin_load(
         self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
@@ -264,10 +290,13 @@ class Planner:
         state.num_saved_pages = 0
         state.is_admitted = False
         state.verdict = None
+        state.num_offered_tokens, state.refused = 0, Refusals()
 
     def finish(self, state: RequestState, now: float) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
         state.is_finished = True
+        if not state.is_admitted:
+            self._book_unserved(state, 0, "aborted")
         if state.pin_s and state.num_saved_pages:
             self.pins.keep(state, 0, state.num_saved_pages, now)
         if self.prefetcher is not None:
@@ -386,6 +415,8 @@ class Planner:
         if self.write_back is not None:
             self.write_back.forget()
         for state in requests:
+            self._note_refusal(state, 0.0)
+            state.refused = Refusals(state.refused.end, "reset")
             state.is_outdated |= state.is_admitted or bool(state.block_ids)
         if self.prefetcher is not None:
             self.prefetcher.forget()
@@ -424,6 +455,17 @@ class Planner:
 
     def _is_landing(self, page_hash: bytes) -> bool:
         return self.options.shares_device_pages and self.loads.is_landing(page_hash)
+
+    def _is_shut_out(self, state: RequestState, num_tokens: int, now: float) -> bool:
+        """Whether vLLM has refused the load for as long as computing its tokens takes, and has
+        blocks for the request without one."""
+        waited = state.refused.waited(now)
+        recompute = self.costs.recompute_s(num_tokens) if waited else None
+        if recompute is None or waited < recompute:
+            return False
+        block = self.options.block_size
+        needed = -(-state.tokens.num_tokens // block) - state.num_local_tokens // block
+        return needed <= self._blocks.num_free
 
     def _can_defer(self, num_local_tokens: int) -> bool:
         """Each "ask again" makes vLLM repeat its own lookup of the cached blocks."""

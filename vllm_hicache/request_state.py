@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from vllm_hicache.refusals import Refusals
 from vllm_hicache.worth import Verdict
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class DeviceBlocks(Protocol):
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give references back, in reverse chain order so that a prefix outlives its tail."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that vLLM can hand out now."""
 
     def forget_cached(self) -> None:
         """Take every block out of the prefix cache; who holds a block keeps it."""
@@ -79,6 +84,7 @@ class RequestState:
     is_offer_async: bool = False
     num_found_tokens: int = 0
     """Tokens of the prompt in host at the last lookup."""
+    refused: Refusals = field(default_factory=Refusals)
     withheld_reason: str = "cap"
     """Why the last lookup offered less than it found."""
     is_over_budget: bool = False

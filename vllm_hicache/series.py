@@ -30,7 +30,6 @@ UNSERVED_REASONS = (
     "load_failed",
     "skip_reading",
     "not_wanted",
-    "device_covered",
     "below_minimum",
     "recompute_faster",
     "tenant_limit",

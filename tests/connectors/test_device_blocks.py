@@ -62,8 +62,9 @@ def test_a_held_block_is_not_free_until_it_is_released(pool, references):
     pool.free_blocks(pool.blocks[block_id] for block_id in reversed(blocks))
     assert pool.get_num_free_blocks() == num_free
     assert references.num_held == 2
+    assert references.num_free == num_free
     references.release(blocks)
-    assert pool.get_num_free_blocks() == num_free + 2
+    assert pool.get_num_free_blocks() == references.num_free == num_free + 2
     assert references.num_held == 0
 
 

@@ -80,6 +80,24 @@ def test_detached_storage_answers_nothing_until_one_is_attached_again(engine, tm
     assert num_found(engine, 4, range(3)) == ExistsResult(4, 3, ok=True)
 
 
+def test_detaching_what_is_detached_succeeds_and_nothing_is_written_until_it_is_attached(
+    engine, tmp_path
+):
+    store = folder(tmp_path / "store")
+    control = StorageControl([engine.address])
+    for incarnation in (2, 3):
+        assert control.detach() == ""
+        switched(engine, incarnation, 0)
+        assert engine.persisted(10 * incarnation, range(3)).num_dropped == 3
+        (standing,) = control.status()
+        assert (standing.url, standing.is_open) == ("", False)
+    assert engine.num_objects() == 0
+    assert control.attach(store) == ""
+    switched(engine, 4, 4)
+    assert engine.persisted(50, range(3)).num_stored == 3
+    assert engine.num_objects() == 6
+
+
 def test_what_was_accepted_is_written_before_the_change(engine, tmp_path, wait_until):
     engine.faults.write(Fault(operation="write", delay_s=0.05))
     engine.persist(1, range(20))

@@ -86,7 +86,8 @@ class VirtualEngine:
             state.block_ids = request.block_ids[:num_blocks]
             certain = min(request.num_computed, request.tokens.num_tokens - 1)
             self._collect(request, certain)
-        self.planner.finish(state, self.clock.now)
+        with self._invariants.ending(request):
+            self.planner.finish(state, self.clock.now)
         self._unlist(request)
         request.status = Status.FINISHED
         if not was_loading or request.request_id in self._received:
@@ -104,6 +105,7 @@ class VirtualEngine:
         self.pool.give_back(request.block_ids)
         request.block_ids, request.tags, request.num_computed = [], [], 0
         request.num_local = request.num_external = request.num_forwarded = request.num_cached = 0
+        request.offered_end = 0
 
     def _collect(self, request: Request, certain: int) -> None:
         with self._invariants.work(request, certain // self._page):
@@ -197,6 +199,7 @@ class VirtualEngine:
         """(tokens of the offer that is taken, whether they are loaded in the background)."""
         now = self.clock.now
         self.planner.settle_storage(now)
+        request.num_local = num_local
         with self._invariants.work(request, 0):
             match = self.planner.match(request.state, num_local, now)
         if match.num_tokens is None:
@@ -205,6 +208,8 @@ class VirtualEngine:
             return None
         request.deferred_at = None
         self._invariants.check_offer(request, num_local, match)
+        if match.num_tokens:
+            request.offered_end = max(request.offered_end, num_local + match.num_tokens)
         if match.num_tokens and self._rng.random() < IGNORED_OFFERS:
             self._counts["offer ignored"] += 1
             return 0, False
@@ -242,6 +247,7 @@ class VirtualEngine:
             self._counts["asynchronous loads" if is_async else "synchronous loads"] += 1
             blocks = list(request.block_ids)
             load = self.planner.begin_load(request.state, num_external, blocks, self.clock.now)
+        request.offered_end = 0
         self._invariants.check_targets(load)
         if is_async:
             request.status = Status.LOADING
@@ -343,7 +349,9 @@ class VirtualEngine:
         settled = self.planner.settle_copies(self.clock.now)
         loaded = [load.state.request_id for load in settled.loaded if load.is_async]
         self.num_landed_tokens += sum(
-            load.num_tokens for load in settled.loaded if load.is_ok and not load.is_stale
+            load.num_tokens
+            for load in settled.loaded
+            if load.is_ok and not (load.is_stale or (load.is_async and load.state.is_finished))
         )
         self._counts["loads failed or outdated"] += len(settled.failed)
         self._counts["pages published"] += len(settled.published)

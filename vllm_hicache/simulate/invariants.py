@@ -175,9 +175,10 @@ class Invariants:
 
     @contextmanager
     def admission(self, request: Request) -> Iterator[None]:
-        """Rule 4: what an admission books as found is what host has beyond the local hit."""
+        """Rule 4: what an admission books as found is what host has beyond the local hit, and
+        what it had when vLLM was offered it."""
         in_host = self._leading_pages(request) * self._page
-        found = max(0, in_host - request.num_local)
+        found = max(0, max(in_host, request.offered_end) - request.num_local)
         before = self.totals("found_tokens")
         yield
         booked = self.totals("found_tokens") - before
@@ -185,6 +186,19 @@ class Invariants:
             raise Violation(
                 f"{request.request_id}: {found} tokens beyond {request.num_local} are in host, "
                 f"{booked} are booked as found, of {request.tokens.num_tokens}"
+            )
+
+    @contextmanager
+    def ending(self, request: Request) -> Iterator[None]:
+        """Rule 4: what a request was offered and did not live to be given is booked as well."""
+        was_admitted = request.state.is_admitted
+        before = self.totals("unserved_tokens")
+        yield
+        booked = self.totals("unserved_tokens") - before
+        if not was_admitted and booked < request.offered_end - request.num_local:
+            raise Violation(
+                f"{request.request_id} ended before it was admitted; it was offered tokens up to "
+                f"{request.offered_end} beyond {request.num_local}, {booked} are booked"
             )
 
     @contextmanager

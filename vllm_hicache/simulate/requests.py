@@ -84,6 +84,8 @@ class Request:
     """Leading blocks that have been offered to the prefix cache; none is offered twice."""
     deferred_at: float | None = None
     """First lookup that was told to ask again because of a fetch."""
+    offered_end: int = 0
+    """Last token of the longest offer of this life."""
     asked_at: float = 0.0
     longest_gap: float = 0.0
     """Between two such lookups."""

@@ -133,6 +133,170 @@ def test_a_failed_load_is_booked_in_the_tier_that_its_pages_came_from():
     }
 
 
+# Offers that vLLM did not take -------------------------------------------------------------------
+
+
+def evict(rig: Rig, num_pages: int) -> None:
+    """Others need slots: so many pages leave host, the end of the chain first."""
+    rig.planner.host.free(rig.planner.host.allocate(rig.planner.host.slots.num_free + num_pages))
+
+
+def test_what_left_host_while_vllm_had_no_blocks_for_it_is_no_blocks():
+    rig = Rig()
+    rig.fill_host(TOKENS[:16])
+    state = rig.request("a", TOKENS[:17])
+    assert rig.match(state).num_tokens == 16  # vLLM allocates nothing and asks again
+    evict(rig, 3)
+    assert rig.match(state).num_tokens == PAGE
+    evict(rig, 1)
+    assert rig.match(state).num_tokens == 0
+    rig.planner.admit(state)
+    assert booked(rig) == {
+        "found_tokens/host": 16,
+        "unserved_tokens/no_blocks": 16,
+        "unserved_tier_tokens/host": 16,
+    }
+
+
+def test_an_offer_that_is_taken_at_the_second_lookup_is_served_and_nothing_else():
+    rig = Rig()
+    rig.fill_host(TOKENS[:16])
+    state = rig.request("a", TOKENS[:17])
+    rig.match(state)
+    rig.begin_load(state)
+    rig.plan()
+    rig.finish_loads()
+    assert booked(rig) == {"found_tokens/host": 16, "served_tokens/host": 16}
+
+
+def test_an_offer_of_which_a_part_was_lost_is_served_and_missed_in_parts():
+    rig = Rig()
+    rig.fill_host(TOKENS[:16])
+    state = rig.request("a", TOKENS[:17])
+    rig.match(state)
+    evict(rig, 1)
+    rig.begin_load(state)
+    rig.plan()
+    rig.finish_loads()
+    assert rig.total("served_tokens/host") == 12
+    assert rig.total("unserved_tokens/no_blocks") == PAGE
+    assert rig.total("found_tokens/host") == 16
+
+
+def test_what_the_device_has_itself_at_admission_is_its_own_hit_and_no_found_token():
+    """So there is no reason "the device had it by then"."""
+    rig = Rig()
+    rig.fill_host(TOKENS[:16])
+    state = rig.request("a", TOKENS[:17])
+    assert rig.match(state).num_tokens == 16
+    assert rig.match(state, num_local=16).num_tokens == 0
+    rig.planner.admit(state)
+    assert booked(rig) == {}
+    assert rig.total("local_tokens") == 16
+
+
+def test_an_offer_that_a_reset_made_void_is_reset():
+    rig = Rig()
+    rig.fill_host(TOKENS[:16])
+    waiting, asked_twice = rig.request("a", TOKENS[:17]), rig.request("b", TOKENS[:9])
+    for state in (waiting, asked_twice, asked_twice):
+        rig.match(state)
+    rig.planner.reset("hc1-other", [waiting, asked_twice])
+    for state in (waiting, asked_twice):
+        assert rig.match(state).num_tokens == 0
+        rig.planner.admit(state)
+    assert rig.total("unserved_tokens/reset") == rig.total("found_tokens/host") == 24
+
+
+def test_a_preempted_request_is_not_told_of_an_offer_of_its_former_life():
+    rig = Rig()
+    rig.fill_host(TOKENS[:16])
+    state = rig.request("a", TOKENS[:17])
+    rig.match(state)
+    rig.begin_load(state)
+    rig.plan()
+    rig.finish_loads()
+    rig.planner.preempt(state)
+    evict(rig, 4)
+    assert rig.match(state).num_tokens == 0
+    rig.planner.admit(state)
+    assert rig.total("unserved_tier_tokens/host") == 0
+
+
+def test_tokens_from_storage_that_were_offered_and_lost_are_booked_once():
+    """A failed load of another request takes the page before them out of host."""
+    rig = storage_rig(shares_device_pages=False)
+    rig.fill_host(TOKENS[:4])
+    rig.begin_load(rig.request("other", TOKENS[:5]))
+    rig.plan()
+    state = rig.request("a", TOKENS[:17])
+    fetch = rig.answer_query(3)
+    rig.end_fetch(fetch.op, 3)
+    assert rig.match(state).num_tokens == 16
+    rig.finish_loads(failed=[1])
+    assert rig.match(state).num_tokens == 0
+    rig.planner.admit(state)
+    assert rig.total("unserved_tokens/evicted") == rig.total("found_tokens/storage") == 12
+    assert rig.total("unserved_tokens/no_blocks") == PAGE
+    assert rig.total("found_tokens/host") == PAGE + PAGE  # its first page, and the other's load
+
+
+# Requests that end early -------------------------------------------------------------------------
+
+
+def test_what_a_request_had_found_when_it_was_aborted_in_the_queue_is_aborted():
+    rig = storage_rig()
+    rig.fill_host(TOKENS[:8])
+    state = rig.request("a", TOKENS[:17])
+    rig.answer_query(2)
+    assert rig.match(state) == ASK_AGAIN
+    rig.planner.finish(state, rig.now)
+    assert booked(rig) == {
+        "found_tokens/host": 8,
+        "found_tokens/storage": 8,
+        "unserved_tokens/aborted": 16,
+        "unserved_tier_tokens/host": 8,
+        "unserved_tier_tokens/storage": 8,
+    }
+
+
+def test_a_request_that_ends_after_its_admission_is_not_booked_again():
+    rig = storage_rig()
+    state = rig.request("a", TOKENS[:17])
+    fetch = rig.answer_query(4)
+    rig.say(FetchSettled(fetch.op, 2, "corrupt"))
+    rig.begin_load(state)
+    rig.plan()
+    rig.finish_loads()
+    before = booked(rig)
+    rig.planner.finish(state, rig.now)
+    assert booked(rig) == before
+
+
+def test_a_load_that_lands_after_its_request_was_aborted_is_aborted_in_the_tier_it_came_from():
+    rig = storage_rig()
+    rig.fill_host(TOKENS[:8])
+    state = rig.request("a", TOKENS[:17])
+    fetch = rig.answer_query(2)
+    rig.end_fetch(fetch.op, 2)
+    assert rig.begin_load(state).is_async
+    rig.plan()
+    rig.planner.finish(state, rig.now)
+    rig.finish_loads()
+    assert booked(rig) == {
+        "found_tokens/host": 8,
+        "found_tokens/storage": 8,
+        "unserved_tokens/aborted": 16,
+        "unserved_tier_tokens/host": 8,
+        "unserved_tier_tokens/storage": 8,
+    }
+    rig.end_persists()
+    rig.audit(is_idle=True)
+
+
+# Sums --------------------------------------------------------------------------------------------
+
+
 def test_the_sums_hold_in_each_tier_over_random_faults():
     """Asserted by the simulator after every seed; here it is seen to look at real tokens."""
     tiers = ("host", "storage")

@@ -108,6 +108,20 @@ def number_saves_backwards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Saves, "take_planned", lambda self: take_planned(self)[::-1])
 
 
+def forget_offers_that_were_not_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Planner, "_note_refusal", lambda self, state, now: None)
+
+
+def book_nothing_for_a_request_that_ends_in_the_queue(patch: pytest.MonkeyPatch) -> None:
+    book = Planner._book_unserved
+
+    def book_unless_ended(self: Planner, state, num_loaded: int, ended: str = "") -> None:
+        if not ended:
+            book(self, state, num_loaded)
+
+    patch.setattr(Planner, "_book_unserved", book_unless_ended)
+
+
 def wait_for_storage_without_end(patch: pytest.MonkeyPatch) -> None:
     def should_wait(self: Prefetcher, state, num_local_tokens: int, now: float) -> bool:
         return state.fetch is not None and state.fetch.is_running
@@ -127,6 +141,8 @@ MUTATIONS = {
     save_what_was_computed_before_a_reset: "hold",
     use_loads_from_before_a_reset: "from before a reset",
     number_saves_backwards: "after",
+    forget_offers_that_were_not_taken: "are booked as found",
+    book_nothing_for_a_request_that_ends_in_the_queue: "ended before it was admitted",
 }
 """What is broken, and a word of what the simulator says then."""
 

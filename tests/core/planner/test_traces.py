@@ -3,10 +3,10 @@
 Per stage, answers come in order; between stages, in any.
 """
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
+from interleavings import interleave, interleavings, tell
 from planner_rig import Rig
 
 from vllm_hicache.planner import ASK_AGAIN, NO_MATCH
@@ -27,22 +27,6 @@ from vllm_hicache.storage_messages import (
 PAGE = 4
 TOKENS = list(range(100, 200))
 STAGES = 3
-interleavings = pytest.mark.parametrize(
-    "count", [60, pytest.param(1000, marks=pytest.mark.full)], ids=["few", "1000"]
-)
-
-
-def interleave(rng: Random, queues: list[list]) -> Iterator[tuple[int, object]]:
-    """(stage, answer) of all answers, in order per stage."""
-    left = [list(queue) for queue in queues]
-    while any(left):
-        stage = rng.choice([i for i, queue in enumerate(left) if queue])
-        yield stage, left[stage].pop(0)
-
-
-def tell(rig: Rig, stage: int, event: object) -> None:
-    rig.channels.inbox.append((stage, event))
-    rig.settle_storage()
 
 
 def reading(rig: Rig, num_pages: int = 6):
@@ -65,6 +49,26 @@ def test_trace_a_surplus_acknowledgements_wait_for_the_slowest_stage(count):
             rig.planner.join.update(stage, WorkerProgress(saves_done=op))
             rig.planner.settle_copies(rig.now)
             assert len(rig.planner.host.index) == min(done)
+        rig.audit()
+
+
+@interleavings
+def test_trace_a_loads_land_with_the_slowest_stage_as_well(count):
+    for seed in range(count):
+        rig = Rig(num_workers=STAGES)
+        states = []
+        for name, start in (("a", 0), ("b", 50)):
+            rig.fill_host(TOKENS[start : start + PAGE], name=f"writer-{name}")
+            states.append(rig.request(name, TOKENS[start : start + PAGE + 1]))
+            rig.begin_load(states[-1])
+            rig.plan()
+        done, landed = [0] * STAGES, []
+        for stage, op in interleave(Random(seed), [[1, 2]] * STAGES):
+            done[stage] = op
+            rig.planner.join.update(stage, WorkerProgress(saves_done=2, loads_done=op))
+            landed += rig.planner.settle_copies(rig.now).loaded
+            assert [load.state for load in landed] == states[: min(done)]
+            assert rig.planner.host.num_pinned == 2 - min(done)
         rig.audit()
 
 
@@ -150,6 +154,24 @@ def test_trace_e_a_stage_with_an_empty_share_still_counts(count):
 
 
 @interleavings
+def test_trace_e_a_stage_that_copies_nothing_still_acknowledges_each_copy(count):
+    """Its counter is all that it says; until then what others have copied is not visible."""
+    for seed in range(count):
+        rig = Rig(num_workers=2)
+        state = rig.request("a", TOKENS[: 3 * PAGE])
+        for num_pages in (1, 2, 3):
+            rig.compute(state, num_pages * PAGE)
+            rig.plan()
+        done = [0, 0]
+        for stage, op in interleave(Random(seed), [[1, 2, 3], [3]]):
+            done[stage] = op
+            rig.planner.join.update(stage, WorkerProgress(saves_done=op))
+            rig.planner.settle_copies(rig.now)
+            assert rig.in_host(state) == min(done)
+        assert rig.blocks.num_held == 0
+
+
+@interleavings
 def test_trace_f_a_cancelled_question_drains_on_every_stage_and_fetches_nothing(count):
     for seed in range(count):
         rng = Random(seed)
@@ -223,6 +245,24 @@ def test_steps_without_work_use_no_numbers_and_consume_nothing():
     assert len(rig.finish_saves().published) == 1
 
 
+def test_every_stage_is_sent_as_many_messages_as_the_others_with_idle_steps_in_between():
+    rig = Rig(num_workers=STAGES, has_storage=True)
+    for number in range(6):
+        for _ in range(number % 3):
+            rig.plan(is_busy=False)
+            rig.settle_storage()
+        state = rig.request(f"r{number}", [number, *TOKENS[1:25]])
+        fetch = rig.answer_query(*([6] * STAGES if number % 2 else [6, 0, 6]))
+        if fetch is not None:
+            rig.end_fetch(fetch.op, 6, number, 5)
+        rig.planner.finish(state, rig.now)
+        rig.plan(is_busy=False)
+        assert rig.channels.sent[0] == rig.channels.sent[1] == rig.channels.sent[2]
+    numbers = [message.op for message in rig.channels.sent[0] if not isinstance(message, Cancel)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    rig.audit(is_idle=True)
+
+
 def test_the_clock_of_a_worker_decides_nothing():
     """One stage's clock runs ahead: its deadline is a shorter answer, not a stop for the others;
     the scheduler's own deadline ends the waiting, whatever clocks the workers have."""
@@ -239,3 +279,29 @@ def test_the_clock_of_a_worker_decides_nothing():
     late = rig.request("b", TOKENS[50:75])
     rig.now = 60.0
     assert rig.match(late) == NO_MATCH
+
+
+def test_deadlines_are_told_to_workers_as_seconds_from_now_and_not_as_times_of_a_clock():
+    told = []
+    for now in (0.0, 1e9):
+        rig = Rig(num_workers=2, has_storage=True, num_slots=32)
+        rig.now = now
+        rig.fill_host(TOKENS[50:54])
+        reading(rig)
+        told.append([m for m in rig.channels.sent[1] if not isinstance(m, Cancel)])
+    assert told[0] == told[1]
+    assert {message.deadline_s for message in told[0]} == {0.05, 10.0, 30.0}
+
+
+@pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6])
+def test_seconds_that_a_worker_says_it_was_busy_decide_no_length(skew):
+    rig = Rig(num_workers=2)
+    rig.fill_host(TOKENS[:8])
+    state = rig.request("a", TOKENS[:9])
+    rig.begin_load(state)
+    rig.plan()
+    rig.planner.join.update(0, WorkerProgress(saves_done=1, loads_done=1, load_busy_s=0.001))
+    rig.planner.join.update(1, WorkerProgress(saves_done=1, loads_done=1, load_busy_s=skew))
+    (load,) = rig.planner.settle_copies(rig.now).loaded
+    assert load.num_tokens == 8
+    assert rig.match(rig.request("b", TOKENS[:9])).num_tokens == 8

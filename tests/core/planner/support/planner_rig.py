@@ -38,6 +38,7 @@ class HeldBlocks:
         self.refs: Counter[int] = Counter()
         self.releases: list[tuple[int, ...]] = []
         self.num_forgotten = 0
+        self.num_free = 1 << 20
 
     @property
     def num_held(self) -> int:
