@@ -15,6 +15,7 @@ from itertools import count
 
 from vllm_hicache.cost_model import CostModel
 from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.fetch_retries import FetchRetries
 from vllm_hicache.gauges import Gauges
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import Loads, RunningLoad
@@ -102,12 +103,15 @@ class Planner:
         )
         self.loads = Loads(self.host, metrics, self.ledger, **sizes)
         self.prefetcher: Prefetcher | None = None
+        self.retries: FetchRetries | None = None
         self.persists: Persists | None = None
         self.answers: StorageAnswers | None = None
         if link is not None:
             self.prefetcher = Prefetcher(
                 self.host, link, metrics, self.worth, options.fetch, page_size=options.page_size
             )
+            if options.fetch.max_retries:
+                self.retries = FetchRetries(self.prefetcher, metrics, options)
             self.persists = Persists(
                 self.host,
                 link,
@@ -151,13 +155,11 @@ class Planner:
         self.metrics.count("lookups")
         self.metrics.count("lookup_tokens", state.tokens.num_tokens)
         if state.may_load and self.prefetcher is not None:
-            # A last page that is the prompt's end still serves all but its last block.
-            page_size = self.options.page_size
-            pages = min(
-                -(-self._usable_tokens(state) // page_size), state.tokens.num_tokens // page_size
-            )
+            pages = self.options.wanted_pages(state.tokens.num_tokens)
             if pages:
                 self.prefetcher.start(state, pages, self.namespace, now)
+                if self.retries is not None:
+                    self.retries.line_up(state, now)
 
     def match(self, state: RequestState, num_local_tokens: int, now: float) -> Match:
         """How many tokens beyond vLLM's own hit are in host on every worker.
@@ -184,13 +186,12 @@ class Planner:
             return NO_MATCH
         state.withheld_reason = "cap"
         can_defer = self._can_defer(num_local)
-        waits_for_fetch = self.prefetcher is not None and self.prefetcher.should_wait(
-            state, num_local, now
-        )
+        waits_for_fetch = self._waits_for_fetch(state, in_host, num_local, now)
         if waits_for_fetch and can_defer:
             return self._defer(num_local)
         state.is_over_budget = waits_for_fetch
-        usable = min(in_host, self._usable_tokens(state)) // block_size * block_size
+        usable = min(in_host, self.options.usable_tokens(state.tokens.num_tokens))
+        usable = usable // block_size * block_size
         if usable <= num_local:
             return NO_MATCH
         if self._is_landing(hashes[num_local // page_size]) and can_defer:
@@ -203,6 +204,16 @@ class Planner:
             state.withheld_reason = "recompute_faster"
             return NO_MATCH
         return Match(num_tokens, is_async)
+
+    def _waits_for_fetch(
+        self, state: RequestState, in_host: int, num_local: int, now: float
+    ) -> bool:
+        if self.prefetcher is None:
+            return False
+        if self.retries is not None:
+            num_pages = in_host // self.options.page_size
+            self.retries.look_up(state, num_pages, num_local, self.namespace, now)
+        return self.prefetcher.should_wait(state, num_local, now)
 
     def admit(self, state: RequestState) -> None:
         """The request got its blocks and needs nothing more of host: what was found and not
@@ -219,14 +230,17 @@ class Planner:
         if withheld > 0:
             self.ledger.found(request_id, "host", withheld)
             self.ledger.unserved(request_id, "host", state.withheld_reason, withheld)
-        fetch = state.fetch
+        if self.retries is not None:
+            self.retries.settle(state)
+        fetch = state.last_finding
         if fetch is not None and self.prefetcher is not None:
             in_reach = state.num_local_tokens + state.num_found_tokens
-            short = self.prefetcher.num_unfetched(state, in_reach)
+            short = self.prefetcher.num_unfetched(state, fetch, in_reach)
             if short:
                 reason = fetch.why_unfetched(state.is_over_budget)
                 self.ledger.found(request_id, "storage", short)
                 self.ledger.unserved(request_id, "storage", reason, short)
+        if self.prefetcher is not None:
             self.prefetcher.leave(state)
 
     def begin_load(
@@ -264,12 +278,15 @@ class Planner:
         state.num_saved_pages = 0
         state.is_admitted = False
         state.verdict = None
+        state.waiting_since = None  # another stay in the queue, with a budget of its own
 
     def finish(self, state: RequestState, now: float) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
         state.is_finished = True
         if state.pin_s and state.num_saved_pages:
             self.pins.keep(state, 0, state.num_saved_pages, now)
+        if self.retries is not None:
+            self.retries.settle(state)
         if self.prefetcher is not None:
             self.prefetcher.leave(state)
         if state.load is None:
@@ -281,6 +298,8 @@ class Planner:
         """Everything that was decided since the last step, numbered."""
         if self.write_back is not None:
             self.write_back.plan(now)
+        if self.retries is not None:
+            self.retries.ask_due(self.namespace, now)
         self._deferred_blocks = 0
         self._was_busy = is_busy
         if self.loads.has_failed_lately:
@@ -387,6 +406,8 @@ class Planner:
             self.write_back.forget()
         for state in requests:
             state.is_outdated |= state.is_admitted or bool(state.block_ids)
+            if self.retries is not None:
+                self.retries.forget(state)
         if self.prefetcher is not None:
             self.prefetcher.forget()
         if self.persists is not None:
@@ -417,10 +438,6 @@ class Planner:
         return self.answers.take_near_misses() if self.answers is not None else []
 
     # Pure questions ----------------------------------------------------------------------------
-
-    def _usable_tokens(self, state: RequestState) -> int:
-        """Hits end one granule below the full prompt, like vLLM's own: one token is computed."""
-        return (state.tokens.num_tokens - 1) // self.options.block_size * self.options.block_size
 
     def _is_landing(self, page_hash: bytes) -> bool:
         return self.options.shares_device_pages and self.loads.is_landing(page_hash)

@@ -154,6 +154,8 @@ def _draw_options(
             read_timeout_s=rng.choice((0.05, 0.05, 0.2, 3.0)),
             max_share=rng.choice((0.25, 0.5, 1.0)),
             max_tenant_share=rng.choice((0.25, 1.0)),
+            retry_s=rng.choice((0.0, 0.01, 0.01, 0.05)),
+            max_retries=rng.choice((0, 1, 8, 8)),
         ),
         persist_timeout_s=rng.choice((0.1, 0.5, 5.0)),
         sync_load_max_s=rng.choice((0.0, 0.0, 0.003)),
