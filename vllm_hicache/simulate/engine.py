@@ -255,8 +255,6 @@ class VirtualEngine:
             self._failed.remove(request.request_id)
             self._free(request)
         else:
-            if request.weights != self.weights:
-                raise Violation(f"{request.request_id} uses a load from before a reset")
             self._invariants.check_device(request)
             self._cache_blocks(request, request.num_computed)
 
@@ -362,6 +360,9 @@ class VirtualEngine:
         if request_id in self._received:
             raise Violation(f"{request_id} is told to vLLM as received twice")
         if request.status is Status.LOADING:
+            # Who has its load already goes on after a reset as running requests do.
+            if request_id not in self._failed and request.weights != self.weights:
+                raise Violation(f"{request_id} uses a load from before a reset")
             self._received.add(request_id)
             return
         if request.status is not Status.FINISHED:
