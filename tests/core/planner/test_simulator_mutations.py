@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vllm_hicache import progress
+from vllm_hicache.fetch_retries import FetchRetries
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import Loads
 from vllm_hicache.persists import Persists
@@ -108,6 +109,26 @@ def number_saves_backwards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Saves, "take_planned", lambda self: take_planned(self)[::-1])
 
 
+def ask_again_for_whoever_stands_in_line(patch: pytest.MonkeyPatch) -> None:
+    def ask_due(self: FetchRetries, namespace: str, now: float) -> None:
+        while self._line and self._line[0][0] <= now:
+            _, state = self._line.popleft()
+            state.is_in_line = False
+            self._ask_again(state, namespace, now)
+
+    patch.setattr(FetchRetries, "ask_due", ask_due)
+
+
+def leave_without_the_retry(patch: pytest.MonkeyPatch) -> None:
+    leave = Prefetcher.leave
+
+    def leave_the_rest(self: Prefetcher, state) -> None:
+        state.retry = None
+        leave(self, state)
+
+    patch.setattr(Prefetcher, "leave", leave_the_rest)
+
+
 def wait_for_storage_without_end(patch: pytest.MonkeyPatch) -> None:
     def should_wait(self: Prefetcher, state, num_local_tokens: int, now: float) -> bool:
         return state.fetch is not None and state.fetch.is_running
@@ -127,6 +148,8 @@ MUTATIONS = {
     save_what_was_computed_before_a_reset: "hold",
     use_loads_from_before_a_reset: "from before a reset",
     number_saves_backwards: "after",
+    ask_again_for_whoever_stands_in_line: "waits not",
+    leave_without_the_retry: "counts",
 }
 """What is broken, and a word of what the simulator says then."""
 
