@@ -194,26 +194,37 @@ def test_a_fetch_that_runs_is_left_alone():
     assert asked_at(rig, 3.0) == 2
 
 
+def came_while_storage_was_away(rig: Rig, *names: str):
+    rig.say(ChannelDown())
+    states = [rig.request(name, [*PROMPT[:24], ord(name)]) for name in names]
+    rig.say(ChannelUp(2))
+    return states
+
+
 @pytest.mark.parametrize("ends", ["admit", "finish"])
 def test_nothing_is_asked_for_a_request_that_was_admitted_or_has_ended(ends):
     rig = retry_rig()
-    state = missed(rig)
+    (state,) = came_while_storage_was_away(rig, "a")
     if ends == "admit":
         rig.planner.admit(state)
     else:
         rig.planner.finish(state, rig.now)
-    assert asked_at(rig, 1.0) == 1
+    assert asked_at(rig, 1.0) == 0
     assert state.num_retries == 0
 
 
 def test_nothing_is_asked_for_a_request_whose_load_has_failed():
     rig = retry_rig()
-    state = short(rig)
+    rig.fill_host(PROMPT[:8])
+    rig.end_persists()
+    first, state = came_while_storage_was_away(rig, "a", "b")
     rig.begin_load(state)
     rig.plan()
     rig.finish_loads(failed=[1])
     assert not state.is_admitted
-    assert [asked_at(rig, now) for now in (1.0, 2.0)] == [1, 1]
+    assert state.is_in_line
+    assert asked_at(rig, 1.0) == 1
+    assert (first.num_retries, state.num_retries) == (1, 0)
 
 
 def test_a_tenant_at_its_limit_is_fetched_for_when_the_others_have_gone():

@@ -92,6 +92,21 @@ def test_a_retry_joins_the_fetch_of_another_request():
     ends_clean(rig)
 
 
+def test_a_retry_that_joined_a_fetch_of_nothing_new_is_dropped():
+    rig = retry_rig()
+    state = missed(rig)
+    rig.now = 0.9
+    other = rig.request("b", PROMPT)
+    rig.fill_host(PROMPT[:8])
+    rig.end_persists()
+    assert asked_at(rig, 1.0) == 2
+    fetch = rig.answer_query(2)
+    assert rig.match(state).num_tokens == 8
+    assert rig.total("fetch_retries/nothing") == 1
+    rig.end_fetch(fetch.op, 2)
+    ends_clean(rig, state, other)
+
+
 def test_a_newcomer_waits_for_the_question_of_a_retry_as_for_its_own():
     rig = retry_rig()
     state = missed(rig)
