@@ -62,13 +62,15 @@ class FetchRetries:
         """vLLM asks for the request, of which ``num_pages`` leading pages are in host and
         ``num_local`` tokens on the device. What has left since the last look is fetched again,
         and may be waited for: storage is expected to have it."""
-        before, state.num_host_pages = state.num_host_pages, num_pages
         if state.retry is not None:
             self.settle(state)
-        if num_pages >= before or before * self._options.page_size <= num_local:
+        before, fetch = state.num_host_pages, state.fetch
+        if num_pages >= before:
+            state.num_host_pages = num_pages
             return
-        fetch = state.fetch
-        if (fetch is not None and fetch.is_running) or self._is_spent(state):
+        if before * self._options.page_size <= num_local or self._is_spent(state):
+            return
+        if fetch is not None and fetch.is_running:
             return
         if state.retry is not None:
             self._drop(state, state.retry, "left")

@@ -49,6 +49,17 @@ def test_pages_of_the_first_fetch_stay_pinned_until_the_request_leaves():
     ends_clean(rig)
 
 
+def test_pages_that_a_retry_brought_between_two_lookups_stay_pinned():
+    rig = retry_rig()
+    state = short(rig)
+    rig.end_fetch(retry_finds(rig, 4).op, 4)
+    for _ in range(2):
+        assert rig.match(state).num_tokens == 24
+        empty_host(rig)
+    assert rig.in_host(state) == 6
+    ends_clean(rig, state)
+
+
 def test_host_pages_of_both_fetches_count_until_the_request_leaves():
     rig = retry_rig()
     state = short(rig, 2, tenant="red")
@@ -236,6 +247,7 @@ def test_nothing_is_asked_for_where_the_device_has_what_left_host():
     empty_host(rig)
     assert rig.match(state, num_local=24) == NO_MATCH
     assert rig.channels.count(Exists) == 0
+    assert rig.match(state, num_local=8) == ASK_AGAIN  # now the device has lost them, too
 
 
 def test_a_retrys_question_gives_way_to_what_left_host():
