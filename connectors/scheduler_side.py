@@ -225,6 +225,8 @@ class SchedulerSide:
                 read_timeout_s=operation_s,
                 max_share=config.prefetch_max_percent / 100,
                 max_tenant_share=config.prefetch_tenant_max_percent / 100,
+                retry_s=config.prefetch_retry_s,
+                max_retries=config.prefetch_max_retries,
             ),
             persist_timeout_s=operation_s * PERSIST_TIMEOUT_FACTOR,
             sync_load_max_s=config.sync_load_max_ms / 1000,

@@ -99,6 +99,8 @@ class HiCacheConfig:
     prefetch_min_tokens: int
     prefetch_max_percent: int
     prefetch_tenant_max_percent: int
+    prefetch_retry_s: float
+    prefetch_max_retries: int
     log_interval_s: float
     kv_events: bool | None
     control_address: str | None

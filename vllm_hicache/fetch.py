@@ -84,6 +84,10 @@ class FetchPolicy:
     used."""
     max_tenant_share: float = 0.25
     """The same for the fetches of one tenant, where tenants are told apart."""
+    retry_s: float = 1.0
+    """Storage is asked again for a request that still waits after so long; 0 is never."""
+    max_retries: int = 8
+    """How often that, and what is asked because pages left host, may happen to one request."""
 
     @property
     def query_s(self) -> float:

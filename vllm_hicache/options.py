@@ -214,6 +214,22 @@ _TABLE = (
         _URL,
     ),
     Option(
+        "prefetch_retry_s",
+        kinds.duration(0.0),
+        1.0,
+        "500ms",
+        "storage that had too little for a waiting request is asked again after so long; 0: never",
+        _URL,
+    ),
+    Option(
+        "prefetch_max_retries",
+        kinds.whole(0, 1000),
+        8,
+        3,
+        "how often storage may be asked again for one request, also because its pages left host",
+        _URL,
+    ),
+    Option(
         "log_interval_s",
         kinds.duration(0.1),
         10.0,

@@ -15,6 +15,7 @@ from itertools import count
 
 from vllm_hicache.cost_model import CostModel
 from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.fetch_retries import FetchRetries
 from vllm_hicache.gauges import Gauges
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import Loads, RunningLoad
@@ -31,6 +32,7 @@ from vllm_hicache.request_state import DeviceBlocks, DeviceQueue, RequestState
 from vllm_hicache.saves import Saves
 from vllm_hicache.storage_answers import StorageAnswers
 from vllm_hicache.storage_link import StorageLink
+from vllm_hicache.unserved import Unserved
 from vllm_hicache.worth import Verdict, Worth
 from vllm_hicache.write_back import WriteBack
 
@@ -102,13 +104,17 @@ class Planner:
             page_size=options.page_size,
         )
         self.loads = Loads(self.host, metrics, self.ledger, **sizes)
+        self.unserved = Unserved(self.ledger, page_size=options.page_size)
         self.prefetcher: Prefetcher | None = None
+        self.retries: FetchRetries | None = None
         self.persists: Persists | None = None
         self.answers: StorageAnswers | None = None
         if link is not None:
             self.prefetcher = Prefetcher(
                 self.host, link, metrics, self.worth, options.fetch, page_size=options.page_size
             )
+            if options.fetch.max_retries:
+                self.retries = FetchRetries(self.prefetcher, metrics, options)
             self.persists = Persists(
                 self.host,
                 link,
@@ -152,20 +158,18 @@ class Planner:
         self.metrics.count("lookups")
         self.metrics.count("lookup_tokens", state.tokens.num_tokens)
         if state.may_load and self.prefetcher is not None:
-            # A last page that is the prompt's end still serves all but its last block.
-            page_size = self.options.page_size
-            pages = min(
-                -(-self._usable_tokens(state) // page_size), state.tokens.num_tokens // page_size
-            )
+            pages = self.options.wanted_pages(state.tokens.num_tokens)
             if pages:
                 self.prefetcher.start(state, pages, self.namespace, now)
+                if self.retries is not None:
+                    self.retries.line_up(state, now)
 
     def match(self, state: RequestState, num_local_tokens: int, now: float) -> Match:
         """How many tokens beyond vLLM's own hit are in host on every worker.
 
         Idempotent: vLLM repeats it every step until the request gets blocks.
         """
-        self._note_refusal(state, now)
+        self.unserved.note_refusal(state, now)
         state.num_local_tokens, state.num_offered_tokens = num_local_tokens, 0
         state.is_outdated = False  # who is looked up holds no blocks
         answer = self._match(state, num_local_tokens, now)
@@ -186,13 +190,12 @@ class Planner:
             return NO_MATCH
         state.withheld_reason = "cap"
         can_defer = self._can_defer(num_local)
-        waits_for_fetch = self.prefetcher is not None and self.prefetcher.should_wait(
-            state, num_local, now
-        )
+        waits_for_fetch = self._waits_for_fetch(state, in_host, num_local, now)
         if waits_for_fetch and can_defer:
             return self._defer(num_local)
         state.is_over_budget = waits_for_fetch
-        usable = min(in_host, self._usable_tokens(state)) // block_size * block_size
+        usable = min(in_host, self.options.usable_tokens(state.tokens.num_tokens))
+        usable = usable // block_size * block_size
         if usable <= num_local:
             return NO_MATCH
         if self._is_landing(hashes[num_local // page_size]) and can_defer:
@@ -209,6 +212,16 @@ class Planner:
             return NO_MATCH
         return Match(num_tokens, is_async)
 
+    def _waits_for_fetch(
+        self, state: RequestState, in_host: int, num_local: int, now: float
+    ) -> bool:
+        if self.prefetcher is None:
+            return False
+        if self.retries is not None:
+            num_pages = in_host // self.options.page_size
+            self.retries.look_up(state, num_pages, num_local, self.namespace, now)
+        return self.prefetcher.should_wait(state, num_local, now)
+
     def admit(self, state: RequestState) -> None:
         """The request got its blocks and needs nothing more of host: what was found and not
         offered gets its reason, what was kept for it is let go."""
@@ -219,41 +232,11 @@ class Planner:
             return
         state.is_admitted = True
         self.metrics.count("local_tokens", state.num_local_tokens)
-        self._book_unserved(state, num_loaded)
+        if self.retries is not None:
+            self.retries.settle(state)
+        self.unserved.book(state, num_loaded)
         if self.prefetcher is not None:
             self.prefetcher.leave(state)
-
-    def _book_unserved(self, state: RequestState, num_loaded: int, ended: str = "") -> None:
-        """What lookups of this life have found and the device does not get, each token once:
-        found by the last one, found in storage, offered earlier. ``ended`` is the reason where
-        the request has ended, else each has its own."""
-        in_reach = state.num_local_tokens + state.num_found_tokens
-        withheld = state.num_found_tokens - num_loaded
-        self._miss(state, "host", ended or state.withheld_reason, withheld)
-        fetched, short = in_reach, 0
-        if state.fetch is not None and self.prefetcher is not None:
-            fetched = max(in_reach, state.fetch.first_page * self.options.page_size)
-            short = self.prefetcher.num_unfetched(state, in_reach)
-            reason = state.fetch.why_unfetched(state.is_over_budget)
-            self._miss(state, "storage", ended or reason, short)
-        refused = state.refused
-        booked = max(0, min(refused.end, fetched + short) - fetched)
-        self._miss(state, "host", ended or refused.reason, refused.end - in_reach - booked)
-        state.num_found_tokens = 0
-        if refused.end:
-            state.refused = Refusals()
-
-    def _note_refusal(self, state: RequestState, now: float) -> None:
-        """vLLM has not taken the last offer, and host may lose the pages until it does."""
-        if state.num_offered_tokens and not state.is_admitted:
-            end = state.num_local_tokens + state.num_offered_tokens
-            state.refused.note(end, now, is_async=state.is_offer_async)
-            state.num_offered_tokens = 0
-
-    def _miss(self, state: RequestState, tier: str, reason: str, num_tokens: int) -> None:
-        if num_tokens > 0:
-            self.ledger.found(state.request_id, tier, num_tokens)
-            self.ledger.unserved(state.request_id, tier, reason, num_tokens)
 
     def begin_load(
         self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
@@ -291,12 +274,15 @@ class Planner:
         state.is_admitted = False
         state.verdict = None
         state.num_offered_tokens, state.refused = 0, Refusals()
+        state.waiting_since = None  # another stay in the queue, with a budget of its own
 
     def finish(self, state: RequestState, now: float) -> None:
         """The request has ended. A running load goes on until every worker has answered."""
         state.is_finished = True
+        if self.retries is not None:
+            self.retries.settle(state)
         if not state.is_admitted:
-            self._book_unserved(state, 0, "aborted")
+            self.unserved.book(state, 0, "aborted")
         if state.pin_s and state.num_saved_pages:
             self.pins.keep(state, 0, state.num_saved_pages, now)
         if self.prefetcher is not None:
@@ -310,6 +296,8 @@ class Planner:
         """Everything that was decided since the last step, numbered."""
         if self.write_back is not None:
             self.write_back.plan(now)
+        if self.retries is not None:
+            self.retries.ask_due(self.namespace, now)
         self._deferred_blocks = 0
         self._was_busy = is_busy
         if self.loads.has_failed_lately:
@@ -415,9 +403,11 @@ class Planner:
         if self.write_back is not None:
             self.write_back.forget()
         for state in requests:
-            self._note_refusal(state, 0.0)
+            self.unserved.note_refusal(state, 0.0)
             state.refused = Refusals(state.refused.end, "reset")
             state.is_outdated |= state.is_admitted or bool(state.block_ids)
+            if self.retries is not None:
+                self.retries.forget(state)
         if self.prefetcher is not None:
             self.prefetcher.forget()
         if self.persists is not None:
@@ -448,10 +438,6 @@ class Planner:
         return self.answers.take_near_misses() if self.answers is not None else []
 
     # Pure questions ----------------------------------------------------------------------------
-
-    def _usable_tokens(self, state: RequestState) -> int:
-        """Hits end one granule below the full prompt, like vLLM's own: one token is computed."""
-        return (state.tokens.num_tokens - 1) // self.options.block_size * self.options.block_size
 
     def _is_landing(self, page_hash: bytes) -> bool:
         return self.options.shares_device_pages and self.loads.is_landing(page_hash)

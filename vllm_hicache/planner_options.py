@@ -38,6 +38,17 @@ class PlannerOptions:
             return None
         return PageUses(self.num_host_slots * POOLS_REMEMBERED)
 
+    def usable_tokens(self, num_tokens: int) -> int:
+        """Hits end one granule below the full prompt, like vLLM's own: one token is computed."""
+        return (num_tokens - 1) // self.block_size * self.block_size
+
+    def wanted_pages(self, num_tokens: int) -> int:
+        """Whole pages that can serve a request of so many tokens. A last page that is the
+        prompt's end still serves all but its last block."""
+        return min(
+            -(-self.usable_tokens(num_tokens) // self.page_size), num_tokens // self.page_size
+        )
+
     @property
     def min_uses_to_save(self) -> int:
         return self.min_uses if self.write_policy == "write_through_selective" else 1

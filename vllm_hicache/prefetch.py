@@ -126,34 +126,53 @@ class Prefetcher:
     # Beginning and end of a request's interest -----------------------------------------------
 
     def start(self, state: RequestState, num_pages: int, namespace: str, now: float) -> None:
-        """Look in storage for what host lacks of the first ``num_pages`` pages.
+        """Look in storage for what host lacks of the first ``num_pages`` pages; the request may
+        wait for it."""
+        state.fetch = self.seek(state, num_pages, namespace, now)
 
-        A request whose first missing page is already being fetched waits for that fetch.
+    def seek(self, state: RequestState, num_pages: int, namespace: str, now: float) -> Fetch | None:
+        """A fetch of what host lacks of the first ``num_pages`` pages, on which the request
+        counts until ``let_go``; None where there is none, and ``why_no_fetch`` says why.
+
+        A request whose first missing page is already being fetched joins that fetch.
         """
-        hashes = list(state.tokens.page_hashes(num_pages)[:num_pages])
-        first = self._host.index.match(hashes)
+        hashes = state.tokens.page_hashes(num_pages)
+        first = state.num_host_pages = self._host.index.match(hashes, num_pages)
         self._namespace = namespace
+        state.why_no_fetch = ""
         if (num_pages - first) * self._page_size < max(self._policy.min_tokens, 1):
-            return
+            state.why_no_fetch = "complete"
+            return None
         fetch = self._by_page.get(hashes[first])
         if fetch is None:
             verdict = self._worth.fetch((num_pages - first) * self._page_size)
-            if verdict is Verdict.NO:
-                self._metrics.count("fetch_ended", 1, "recompute_faster")
-                return
-            fetch = self._ask(state, hashes, first, now)
-            if fetch is not None:
-                fetch.is_probe = verdict is Verdict.PROBE
-        if fetch is not None:
-            fetch.num_waiting += 1
-            state.fetch = fetch
-            self._awaited.add(fetch)
+            if verdict is not Verdict.NO:
+                fetch = self._ask(state, first, num_pages, now)
+            if fetch is None:
+                refused = verdict is Verdict.NO
+                state.why_no_fetch = "recompute_faster" if refused else "unavailable"
+                self._metrics.count("fetch_ended", 1, state.why_no_fetch)
+                return None
+            fetch.is_probe = verdict is Verdict.PROBE
+        fetch.num_waiting += 1
+        self._awaited.add(fetch)
+        return fetch
 
     def leave(self, state: RequestState) -> None:
-        """The request was admitted or has ended. The last one to leave stops the fetch."""
+        """The request was admitted or has ended: it counts on no fetch any more."""
+        retry, state.retry = state.retry, None
+        if retry is not None:
+            self._metrics.count("fetch_retries", 1, "left")
+            self.let_go(retry)
         fetch, state.fetch = state.fetch, None
-        if fetch is None:
-            return
+        if fetch is not None:
+            self.let_go(fetch)
+        earlier, state.earlier_fetches = state.earlier_fetches, ()
+        for fetch in earlier:
+            self.let_go(fetch)
+
+    def let_go(self, fetch: Fetch) -> None:
+        """One request fewer counts on this fetch. The last one to leave stops it."""
         fetch.num_waiting -= 1
         if fetch.num_waiting:
             return
@@ -167,26 +186,6 @@ class Prefetcher:
             else:
                 self._unlink(fetch, fetch.hashes)  # it may end short: nobody shall join it
 
-    def num_unfetched(self, state: RequestState, in_reach: int) -> int:
-        """Tokens of the request that its fetch has found beyond the first ``in_reach``.
-
-        Who joined the fetch of another request may have another end. O(log n).
-        """
-        fetch = state.fetch
-        if fetch is None or not fetch.found:
-            return 0
-        first, page_size = fetch.first_page, self._page_size
-        num_pages = state.tokens.num_tokens // page_size
-        hashes = state.tokens.page_hashes(num_pages)
-        low, high = 0, min(len(fetch.found), num_pages - first)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fetch.found[middle - 1] == hashes[first + middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        return max(0, (first + low) * page_size - max(in_reach, first * page_size))
-
     def should_wait(self, state: RequestState, num_local_tokens: int, now: float) -> bool:
         """Whether the lookup of this request shall be asked again later."""
         fetch = state.fetch
@@ -196,6 +195,8 @@ class Prefetcher:
             return False
         if state.waiting_since is None:
             state.waiting_since = now
+        if state.num_retries and now - state.waiting_since >= self._longest_wait(fetch):
+            return False
         if fetch.stage is FetchStage.QUERYING:
             return self._may_wait_for_answer(fetch, now - fetch.asked_at)
         if self._policy.kind == "best_effort":
@@ -210,11 +211,20 @@ class Prefetcher:
             return waited < min(PATIENCE * recompute, self._policy.query_s)
         return waited < self._policy.query_s
 
+    def _longest_wait(self, fetch: Fetch) -> float:
+        """For all fetches of one request together, however often storage is asked."""
+        if self._policy.kind == "wait_complete":
+            return 2 * self._policy.read_timeout_s
+        return self._policy.query_s + self._budget(fetch)
+
+    def _budget(self, fetch: Fetch) -> float:
+        tokens = len(fetch.hashes) * self._page_size
+        return self._policy.base_s + tokens / 1024 * self._policy.per_1k_tokens_s
+
     def _may_wait(self, fetch: Fetch, waited: float, now: float) -> bool:
         """Within the budget, and while the fetch is predicted to end before computing would."""
-        tokens = len(fetch.hashes) * self._page_size
-        budget = self._policy.base_s + tokens / 1024 * self._policy.per_1k_tokens_s
-        recompute = self._worth.costs.recompute_s(tokens)
+        budget = self._budget(fetch)
+        recompute = self._worth.costs.recompute_s(len(fetch.hashes) * self._page_size)
         if recompute is None:
             return waited < budget
         if waited >= min(budget, recompute):
@@ -286,15 +296,13 @@ class Prefetcher:
 
     # Stages ------------------------------------------------------------------------------------
 
-    def _ask(
-        self, state: RequestState, hashes: list[bytes], first: int, now: float
-    ) -> Fetch | None:
+    def _ask(self, state: RequestState, first: int, last: int, now: float) -> Fetch | None:
+        hashes = state.tokens.page_hashes(last)
+        wanted = list(hashes[first:last])
         op = self._link.next_number()
-        wanted = hashes[first:]
         message = Exists(op, self._namespace, pack_hashes(wanted), self._policy.query_s)
         query = WorldAnswer(self._link.world_size)
         if not self._link.broadcast(message, query) or query.is_settled:
-            self._metrics.count("fetch_ended", 1, "unavailable")
             return None
         parent_hash = hashes[first - 1] if first else None
         anchor = self._host.index.get(parent_hash) if parent_hash is not None else None

@@ -92,6 +92,18 @@ class RequestState:
     waiting_since: float | None = None
     """First lookup that was answered "ask again" because of a fetch."""
     fetch: "Fetch | None" = None
+    why_no_fetch: str = ""
+    """Why the last look at storage asked nothing: "complete" where host has all it could want."""
+    retry: "Fetch | None" = None
+    """A later question to storage that has found nothing yet: nobody waits for it."""
+    earlier_fetches: "tuple[Fetch, ...]" = ()
+    """Fetches whose place a later one took, the last one last: what they brought stays pinned."""
+    num_retries: int = 0
+    """How often storage was asked again."""
+    num_host_pages: int = 0
+    """Leading pages in host when it was last looked at."""
+    is_in_line: bool = False
+    """Its next retry has a time."""
     load: "RunningLoad | None" = None
     verdict: tuple[int, Verdict] | None = None
     """Whether a load of so many tokens is worth its time; told once, lookups are repeated."""
@@ -103,3 +115,10 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.tokens.request_id
+
+    @property
+    def last_finding(self) -> "Fetch | None":
+        """The newest fetch for which storage had something."""
+        if self.fetch is not None and self.fetch.found:
+            return self.fetch
+        return next((fetch for fetch in reversed(self.earlier_fetches) if fetch.found), None)

@@ -57,6 +57,7 @@ FETCH_ENDINGS = (
     "tenant_limit",
     "reset",
 )
+RETRY_OUTCOMES = ("found", "nothing", "left", "reissued")
 RANK_DIVERGENCES = ("order", "arguments", "result", "stall")
 OPERATION_KINDS = ("save", "load", "exists", "fetch", "persist")
 
@@ -148,6 +149,12 @@ _BYTES = (
 )
 _EVENTS = (
     _counter("fetch_ended", "Fetches from storage, by how they ended.", "reason", FETCH_ENDINGS),
+    _counter(
+        "fetch_retries",
+        "Times that storage was asked again for a waiting request, by what came of it.",
+        "outcome",
+        RETRY_OUTCOMES,
+    ),
     _counter("corrupt_objects", "Stored objects with a wrong header, length or checksum."),
     _counter("copy_failures", "Copies between device and host that failed."),
     _counter("deferred_lookups", "Lookups answered with 'not yet' while a page was on its way."),

@@ -53,6 +53,7 @@ class VirtualEngine:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._preempted: list[str] = []
+        self._ended: list[RequestState] = []
 
     # Requests ----------------------------------------------------------------------------------
 
@@ -90,6 +91,7 @@ class VirtualEngine:
             self.planner.finish(state, self.clock.now)
         self._unlist(request)
         request.status = Status.FINISHED
+        self._ended.append(state)
         if not was_loading or request.request_id in self._received:
             self._free(request)
             self._received.discard(request.request_id)
@@ -259,8 +261,6 @@ class VirtualEngine:
             self._failed.remove(request.request_id)
             self._free(request)
         else:
-            if request.weights != self.weights:
-                raise Violation(f"{request.request_id} uses a load from before a reset")
             self._invariants.check_device(request)
             self._cache_blocks(request, request.num_computed)
 
@@ -305,7 +305,10 @@ class VirtualEngine:
         self._counts["idle steps"] += not scheduled
         if planner.write_back is not None:
             planner.write_back.count_taken(self.pool.take_num_taken())
-        step = Step(planner.plan_step(is_busy=bool(scheduled), now=self.clock.now), items)
+        waiting = [r for r in self._waiting if r.status is Status.WAITING and not r.block_ids]
+        others = self._ended + [r.state for r in self.requests.values() if r not in waiting]
+        with self._invariants.plan(waiting, others):
+            step = Step(planner.plan_step(is_busy=bool(scheduled), now=self.clock.now), items)
         self.steps.append(step)
         return step
 
@@ -365,6 +368,9 @@ class VirtualEngine:
         if request_id in self._received:
             raise Violation(f"{request_id} is told to vLLM as received twice")
         if request.status is Status.LOADING:
+            # Who has its load already goes on after a reset as running requests do.
+            if request_id not in self._failed and request.weights != self.weights:
+                raise Violation(f"{request_id} uses a load from before a reset")
             self._received.add(request_id)
             return
         if request.status is not Status.FINISHED:

@@ -4,13 +4,15 @@ The rules that the planner's own records can tell are those of ``vllm_hicache.au
 meet what virtual memory really holds and what vLLM was really told.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from vllm_hicache.audit import check
 from vllm_hicache.loads import RunningLoad
 from vllm_hicache.planner import Match, Planner
 from vllm_hicache.prefix_index import HostPage
+from vllm_hicache.request_state import RequestState
 from vllm_hicache.simulate.channels import VirtualChannels
 from vllm_hicache.simulate.contents import Violation
 from vllm_hicache.simulate.device_pool import DevicePool
@@ -163,13 +165,49 @@ class Invariants:
         if policy.kind == "wait_complete":
             limit = 2 * policy.read_timeout_s
         else:
-            tokens = request.tokens.num_prompt / 1024 * policy.per_1k_tokens_s
+            tokens = request.tokens.num_tokens / 1024 * policy.per_1k_tokens_s
             limit = policy.exists_timeout_s + policy.base_s + tokens
         if now - request.deferred_at > limit + request.longest_gap:
             raise Violation(
                 f"{request.request_id} waits for storage since {now - request.deferred_at:.3f} s, "
                 f"its policy {policy.kind} allows {limit:.3f} s"
             )
+
+    def check_fetches(self, states: Iterable[RequestState]) -> None:
+        """A fetch counts the requests that count on it; nobody does who needs nothing more."""
+        prefetcher = self._planner.prefetcher
+        if prefetcher is None:
+            return
+        counts: Counter[object] = Counter()
+        for state in states:
+            fetches = [*state.earlier_fetches, *filter(None, (state.fetch, state.retry))]
+            if fetches and (state.is_admitted or state.is_finished):
+                raise Violation(f"{state.request_id} needs nothing and counts on fetches")
+            counts.update(fetches)
+        for fetch in prefetcher.fetches():
+            if fetch.num_waiting != counts.pop(fetch, 0):
+                raise Violation(
+                    f"fetch {fetch.query_op} counts {fetch.num_waiting} requests, wrong"
+                )
+        if counts:
+            raise Violation(f"requests count on {len(counts)} fetches that are forgotten")
+
+    @contextmanager
+    def plan(self, waiting: Sequence[Request], others: Iterable[RequestState]) -> Iterator[None]:
+        """Storage is asked again for requests that wait, and for nobody else; nor more often
+        than the limit says, nor with more work than their questions need. (`write_back` looks at
+        hashes of whom it saves for, and of those that wait after a preemption.)"""
+        before = [(state, state.num_retries) for state in others]
+        with ExitStack() as stack:
+            for request in waiting if self._planner.write_back is None else ():
+                stack.enter_context(self.work(request, 0))
+            yield
+        for state, num_retries in before:
+            if state.num_retries != num_retries:
+                raise Violation(f"storage is asked again for {state.request_id}, which waits not")
+        for request in waiting:
+            if request.state.num_retries > self._planner.options.fetch.max_retries:
+                raise Violation(f"storage is asked too often for {request.request_id}")
 
     # The ledger and the work of a step ---------------------------------------------------------
 
@@ -212,13 +250,17 @@ class Invariants:
     @contextmanager
     def work(self, request: Request, last_page: int) -> Iterator[None]:
         """Rule 7: hashes looked at are as many as the pages that host lacks, and a few; a page
-        is counted, or pinned, once for each request that uses it."""
+        is counted, or pinned, once for each request that uses it. Without a ``last_page`` pages
+        that host lacks are looked at only where storage is asked again."""
         state = request.state
         hashes = request.tokens.hashes
-        missing = max(0, last_page - self._leading_pages(request)) if last_page else 0
+        pages = last_page or request.tokens.num_tokens // self._page
+        missing = max(0, pages - self._leading_pages(request))
         before, num_used, num_saved = hashes.num_reads, state.num_used_pages, state.num_saved_pages
+        num_retries = state.num_retries
         yield
-        num_new = missing + state.num_used_pages - num_used
+        num_new = missing if last_page or state.num_retries > num_retries else 0
+        num_new += state.num_used_pages - num_used
         num_new += state.num_saved_pages - num_saved if state.pin_s else 0
         limit = 4 * num_new + 2 * len(hashes).bit_length() + 6
         if hashes.num_reads - before > limit:

@@ -119,7 +119,7 @@ def _draw_trouble(rng: Random) -> StorageTrouble:
     if rng.random() < 0.2:
         return StorageTrouble()
     return StorageTrouble(
-        death=rng.choice((0.0, 0.005, 0.02)),
+        death=rng.choice((0.0, 0.01, 0.02)),
         silence=rng.choice((0.0, 0.0, 0.01)),
         hang=rng.choice((0.0, 0.0, 0.15)),
         refusal=rng.choice((0.0, 0.0, 0.3)),
@@ -154,9 +154,11 @@ def _draw_options(
             read_timeout_s=rng.choice((0.05, 0.05, 0.2, 3.0)),
             max_share=rng.choice((0.25, 0.5, 1.0)),
             max_tenant_share=rng.choice((0.25, 1.0)),
+            retry_s=rng.choice((0.0, 0.01, 0.01, 0.05)),
+            max_retries=rng.choice((0, 1, 8, 8)),
         ),
         persist_timeout_s=rng.choice((0.1, 0.5, 5.0)),
-        sync_load_max_s=rng.choice((0.0, 0.0, 0.003)),
+        sync_load_max_s=rng.choice((0.0, 0.003)),
         defer_max_blocks=rng.choice((0, 0, 0, 1, 100)),
         shares_device_pages=shares_device_pages,
         write_policy=rng.choice(("write_through",) * 3 + ("write_through_selective", "write_back")),

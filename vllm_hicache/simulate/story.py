@@ -148,6 +148,7 @@ class Story:
     def _check(self) -> None:
         self.num_steps += 1
         self.invariants.check_step()
+        self.invariants.check_fetches(r.state for r in self.engine.requests.values())
 
     def _say(self, what: str) -> None:
         if self._tell is not None:

@@ -109,6 +109,8 @@ def test_pages_that_came_and_had_to_leave_are_evicted():
     rig.end_fetch(fetch.op, 3)
     assert rig.in_host(state) == 4
     rig.finish_loads(failed=[1])
+    assert rig.match(state) == ASK_AGAIN  # storage is asked for them again, and says nothing
+    rig.now = 0.1
     assert rig.match(state).num_tokens == 0
     rig.planner.admit(state)
     assert rig.total("unserved_tokens/evicted") == 3 * PAGE

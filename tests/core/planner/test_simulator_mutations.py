@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vllm_hicache import progress
+from vllm_hicache.fetch_retries import FetchRetries
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import Loads
 from vllm_hicache.persists import Persists
@@ -19,6 +20,7 @@ from vllm_hicache.simulate.faults import run_seed
 from vllm_hicache.simulate.script import StorageTrouble, draw_script
 from vllm_hicache.simulate.story import Story
 from vllm_hicache.storage_link import WorldAnswer
+from vllm_hicache.unserved import Unserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,17 +111,37 @@ def number_saves_backwards(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_offers_that_were_not_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Planner, "_note_refusal", lambda self, state, now: None)
+    patch.setattr(Unserved, "note_refusal", lambda self, state, now: None)
 
 
 def book_nothing_for_a_request_that_ends_in_the_queue(patch: pytest.MonkeyPatch) -> None:
-    book = Planner._book_unserved
+    book = Unserved.book
 
-    def book_unless_ended(self: Planner, state, num_loaded: int, ended: str = "") -> None:
+    def book_unless_ended(self: Unserved, state, num_loaded: int, ended: str = "") -> None:
         if not ended:
             book(self, state, num_loaded)
 
-    patch.setattr(Planner, "_book_unserved", book_unless_ended)
+    patch.setattr(Unserved, "book", book_unless_ended)
+
+
+def ask_again_for_whoever_stands_in_line(patch: pytest.MonkeyPatch) -> None:
+    def ask_due(self: FetchRetries, namespace: str, now: float) -> None:
+        while self._line and self._line[0][0] <= now:
+            _, state = self._line.popleft()
+            state.is_in_line = False
+            self._ask_again(state, namespace, now)
+
+    patch.setattr(FetchRetries, "ask_due", ask_due)
+
+
+def leave_without_the_retry(patch: pytest.MonkeyPatch) -> None:
+    leave = Prefetcher.leave
+
+    def leave_the_rest(self: Prefetcher, state) -> None:
+        state.retry = None
+        leave(self, state)
+
+    patch.setattr(Prefetcher, "leave", leave_the_rest)
 
 
 def wait_for_storage_without_end(patch: pytest.MonkeyPatch) -> None:
@@ -143,6 +165,8 @@ MUTATIONS = {
     number_saves_backwards: "after",
     forget_offers_that_were_not_taken: "are booked as found",
     book_nothing_for_a_request_that_ends_in_the_queue: "ended before it was admitted",
+    ask_again_for_whoever_stands_in_line: "waits not",
+    leave_without_the_retry: "counts",
 }
 """What is broken, and a word of what the simulator says then."""
 
