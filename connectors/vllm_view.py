@@ -23,7 +23,7 @@ from vllm_hicache.connectors.model_identity import rope_identity, weights_finger
 from vllm_hicache.connectors.supported_vllm import check_vllm_version
 from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.grid import Grid, choose_grid, even_stage_starts, readers
+from vllm_hicache.grid import Grid, coarsest_grid, even_stage_starts, own_grid, readers
 from vllm_hicache.hashing import HASH_VERSION
 from vllm_hicache.host_memory import HostMemory
 from vllm_hicache.keys import FORMAT_VERSION, Namespace
@@ -237,15 +237,20 @@ def stage_starts(vllm_config: "VllmConfig") -> tuple[int, ...]:
 
 def storage_grid(vllm_config: "VllmConfig", config: HiCacheConfig, local_heads: int) -> Grid:
     """How pages are cut into stored objects."""
-    return choose_grid(
-        fleet=config.fleet,
+    heads = total_kv_heads(vllm_config)
+    if config.fleet is not None:
+        return coarsest_grid(
+            config.fleet,
+            total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
+            total_kv_heads=heads,
+            own_starts=stage_starts(vllm_config),
+            is_latent=vllm_config.model_config.use_mla,
+        )
+    return own_grid(
         layer_partition=config.storage_layer_partition,
         head_partition=config.storage_head_partition,
-        total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-        total_kv_heads=total_kv_heads(vllm_config),
+        total_kv_heads=heads,
         local_heads=local_heads,
-        own_starts=stage_starts(vllm_config),
-        is_latent=vllm_config.model_config.use_mla,
     )
 
 

@@ -75,26 +75,10 @@ def coarsest_grid(
     return Grid(layers or total_layers, heads)
 
 
-def choose_grid(
-    *,
-    fleet: Fleet | None,
-    layer_partition: int,
-    head_partition: int,
-    total_layers: int,
-    total_kv_heads: int,
-    local_heads: int,
-    own_starts: Iterable[int],
-    is_latent: bool = False,
+def own_grid(
+    *, layer_partition: int, head_partition: int, total_kv_heads: int, local_heads: int
 ) -> Grid:
-    """The grid of one engine: the fleet's, or what is given, or its own stage split for TP8."""
-    if fleet is not None:
-        return coarsest_grid(
-            fleet,
-            total_layers=total_layers,
-            total_kv_heads=total_kv_heads,
-            own_starts=own_starts,
-            is_latent=is_latent,
-        )
+    """The grid of an engine without a fleet: what is given, or its own stage split for TP8."""
     heads = head_partition or default_heads_per_group(total_kv_heads, local_heads)
     return Grid(layer_partition, heads)
 
