@@ -1,4 +1,4 @@
-"""A tiny DeepSeek-V2 with random weights: latent attention (MLA), some layers with experts."""
+"""A tiny DeepSeek-V2 with random weights: latent attention (MLA), no layer with experts."""
 
 import os
 import shutil
@@ -35,8 +35,10 @@ def write_latent(folder: Path, llama: Path, seed: int = 0) -> Path:
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,
-        first_k_dense_replace=1,
+        first_k_dense_replace=NUM_LAYERS,
         topk_method="greedy",
+        n_group=1,
+        topk_group=1,
         tie_word_embeddings=False,
         initializer_range=0.08,
     )
