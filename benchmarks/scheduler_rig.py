@@ -163,6 +163,7 @@ class SilentWorkers:
                 num_slots=num_slots,
                 page_size=options.page_size,
                 page_bytes=PAGE_BYTES,
+                written_bytes=PAGE_BYTES,
                 layout_digest=1,
                 token_packing="rows",
                 k_row_bytes=8,

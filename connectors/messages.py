@@ -48,6 +48,8 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     num_slots: int
     page_size: int
     page_bytes: int
+    written_bytes: int
+    """Of a page, what this worker writes to storage."""
     layout_digest: int
     token_packing: str
     k_row_bytes: int

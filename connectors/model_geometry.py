@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     get_kv_quant_mode,
 )
 
@@ -85,6 +86,7 @@ def expected_hello(vllm_config: "VllmConfig", config: "HiCacheConfig") -> Worker
         num_slots=0,
         page_size=layout.page_size,
         page_bytes=layout.page_bytes,
+        written_bytes=layout.own_bytes,
         layout_digest=0,
         token_packing=kv.packing_id,
         k_row_bytes=kv.k_bytes,
@@ -105,11 +107,13 @@ def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
         ConfigError: The model keeps other than full attention in every layer.
     """
     model = vllm_config.model_config
-    if model.use_mla or model.is_hybrid or model.is_attention_free:
-        kind = "latent (MLA)" if model.use_mla else "state-space or hybrid"
-        raise ConfigError(f"{kind} models are not supported yet; supported: full attention")
+    if model.is_hybrid or model.is_attention_free:
+        raise ConfigError(
+            "state-space and hybrid models are not supported yet; supported: full attention"
+        )
     cache = vllm_config.cache_config
-    spec = FullAttentionSpec(
+    kind = MLAAttentionSpec if model.use_mla else FullAttentionSpec
+    spec = kind(
         block_size=cache.block_size or _DEFAULT_BLOCK_SIZE,
         num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
         head_size=model.get_head_size(),

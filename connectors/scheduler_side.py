@@ -215,6 +215,7 @@ class SchedulerSide:
             block_size=self._block_size,
             num_host_slots=hellos[0].num_slots,
             page_bytes=tuple(hello.page_bytes for hello in hellos),
+            written_bytes=tuple(hello.written_bytes for hello in hellos),
             eviction=config.eviction,
             fetch=FetchPolicy(
                 kind=config.prefetch_policy,

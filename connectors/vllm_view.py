@@ -23,7 +23,7 @@ from vllm_hicache.connectors.model_identity import rope_identity, weights_finger
 from vllm_hicache.connectors.supported_vllm import check_vllm_version
 from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.grid import Grid, choose_grid, even_stage_starts, readers
+from vllm_hicache.grid import Grid, coarsest_grid, even_stage_starts, own_grid, readers
 from vllm_hicache.hashing import HASH_VERSION
 from vllm_hicache.host_memory import HostMemory
 from vllm_hicache.keys import FORMAT_VERSION, Namespace
@@ -123,10 +123,15 @@ def full_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
         raise ConfigError(
             "the layers of this model differ in their KV shape; supported: one shape for all"
         )
-    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
+    if not isinstance(spec, FullAttentionSpec):
         raise ConfigError(
             f"KV cache of kind {type(spec).__name__} is not supported yet; supported: "
-            "FullAttentionSpec (multi-head and grouped-query attention)"
+            "FullAttentionSpec (multi-head and grouped-query attention) and MLAAttentionSpec"
+        )
+    if isinstance(spec, MLAAttentionSpec) and spec.model_version is not None:
+        raise ConfigError(
+            f"latent KV of kind {spec.model_version} is not supported yet; supported: one latent "
+            "row per token and layer"
         )
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
         raise ConfigError(
@@ -153,7 +158,7 @@ def kv_format(vllm_config: "VllmConfig", spec: FullAttentionSpec) -> KVFormat:
             f"{k_bytes} and {v_bytes} bytes; sub-byte KV caches are not supported yet"
         )
     packing, packing_id = "rows", "rows"
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() and not isinstance(spec, MLAAttentionSpec):
         packing, packing_id = _cpu_packing(vllm_config, spec)
     return KVFormat(
         block_size=spec.block_size,
@@ -188,26 +193,36 @@ def worker_page(
     """The part of every page that this worker keeps."""
     spec = full_attention_spec(kv_cache_config)
     kv = kv_format(vllm_config, spec)
-    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    total_heads = total_kv_heads(vllm_config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    if kv.num_heads * tp_size != total_heads:
+    is_latent = isinstance(spec, MLAAttentionSpec)  # every worker keeps the whole latent
+    if not is_latent and kv.num_heads * tp_size != total_heads:
         raise ConfigError(
             f"{total_heads} KV heads over tensor parallelism {tp_size} gives {kv.num_heads} heads "
             f"per worker, some of them replicas; supported: a divisor of {total_heads}"
         )
+    head_start = 0 if is_latent else tp_rank * kv.num_heads
     grid = storage_grid(vllm_config, config, kv.num_heads)
     layout = PageLayout(
         page_size=config.page_size,
         layers=layer_span(kv_cache_config),
         total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-        head_start=tp_rank * kv.num_heads,
-        head_stop=(tp_rank + 1) * kv.num_heads,
+        head_start=head_start,
+        head_stop=head_start + kv.num_heads,
         total_kv_heads=total_heads,
         heads_per_group=grid.heads_per_group,
         row_bytes=kv.k_bytes + kv.v_bytes,
         layer_partition=grid.layer_partition,
+        num_replicas=tp_size if is_latent else 1,
+        replica=tp_rank if is_latent else 0,
     )
     return layout, kv
+
+
+def total_kv_heads(vllm_config: "VllmConfig") -> int:
+    """KV heads of the whole model; a latent is one head, whatever vLLM expands it to."""
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def stage_starts(vllm_config: "VllmConfig") -> tuple[int, ...]:
@@ -222,14 +237,20 @@ def stage_starts(vllm_config: "VllmConfig") -> tuple[int, ...]:
 
 def storage_grid(vllm_config: "VllmConfig", config: HiCacheConfig, local_heads: int) -> Grid:
     """How pages are cut into stored objects."""
-    return choose_grid(
-        fleet=config.fleet,
+    heads = total_kv_heads(vllm_config)
+    if config.fleet is not None:
+        return coarsest_grid(
+            config.fleet,
+            total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
+            total_kv_heads=heads,
+            own_starts=stage_starts(vllm_config),
+            is_latent=vllm_config.model_config.use_mla,
+        )
+    return own_grid(
         layer_partition=config.storage_layer_partition,
         head_partition=config.storage_head_partition,
-        total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-        total_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        total_kv_heads=heads,
         local_heads=local_heads,
-        own_starts=stage_starts(vllm_config),
     )
 
 
@@ -247,6 +268,7 @@ def describe_objects(vllm_config: "VllmConfig", hello: WorkerHello) -> str:
         total_layers=total_layers,
         total_kv_heads=hello.total_kv_heads,
         own_starts=starts,
+        is_latent=vllm_config.model_config.use_mla,
     )
     return (
         f"objects of {num_bytes / 1024:.0f} KiB, {per_page * 1000 / hello.page_size:.1f} for 1,000 "
@@ -334,7 +356,7 @@ def build_namespace(
         kv_scales="checkpoint" if cache_dtype.startswith("fp8") else "none",
         page_size=hello.page_size,
         rope=rope_identity(model.hf_text_config, max_model_len=model.max_model_len),
-        group_kind="full_attention",
+        group_kind="latent" if model.use_mla else "full_attention",
         window=0,
         total_kv_heads=hello.total_kv_heads,
         heads_per_group=hello.heads_per_group,

@@ -43,15 +43,21 @@ def even_stage_starts(total_layers: int, pp_size: int) -> tuple[int, ...]:
 
 
 def coarsest_grid(
-    fleet: Fleet, *, total_layers: int, total_kv_heads: int, own_starts: Iterable[int] = ()
+    fleet: Fleet,
+    *,
+    total_layers: int,
+    total_kv_heads: int,
+    own_starts: Iterable[int] = (),
+    is_latent: bool = False,
 ) -> Grid:
     """The largest objects that every engine of the fleet can read; ``own_starts`` are the first
-    layers of this engine's stages, which may be cut by hand.
+    layers of this engine's stages, which may be cut by hand. ``is_latent``: every worker of a
+    stage keeps the one head there is.
 
     >>> coarsest_grid(Fleet((2, 4), (1, 2)), total_layers=60, total_kv_heads=8)
     Grid(layer_partition=30, heads_per_group=2)
     """
-    for tp_size in fleet.tp:
+    for tp_size in () if is_latent else fleet.tp:
         if total_kv_heads % tp_size:
             raise ConfigError(
                 f"fleet: {total_kv_heads} KV heads cannot be split over tensor parallel size "
@@ -65,35 +71,33 @@ def coarsest_grid(
             )
     starts = [start for size in fleet.pp for start in even_stage_starts(total_layers, size)]
     layers = gcd(*starts, *own_starts)
-    heads = gcd(*(total_kv_heads // size for size in fleet.tp))
+    heads = 1 if is_latent else gcd(*(total_kv_heads // size for size in fleet.tp))
     return Grid(layers or total_layers, heads)
 
 
-def choose_grid(
-    *,
-    fleet: Fleet | None,
-    layer_partition: int,
-    head_partition: int,
-    total_layers: int,
-    total_kv_heads: int,
-    local_heads: int,
-    own_starts: Iterable[int],
+def own_grid(
+    *, layer_partition: int, head_partition: int, total_kv_heads: int, local_heads: int
 ) -> Grid:
-    """The grid of one engine: the fleet's, or what is given, or its own stage split for TP8."""
-    if fleet is not None:
-        return coarsest_grid(
-            fleet, total_layers=total_layers, total_kv_heads=total_kv_heads, own_starts=own_starts
-        )
+    """The grid of an engine without a fleet: what is given, or its own stage split for TP8."""
     heads = head_partition or default_heads_per_group(total_kv_heads, local_heads)
     return Grid(layer_partition, heads)
 
 
 def readers(
-    grid: Grid, *, total_layers: int, total_kv_heads: int, own_starts: tuple[int, ...]
+    grid: Grid,
+    *,
+    total_layers: int,
+    total_kv_heads: int,
+    own_starts: tuple[int, ...],
+    is_latent: bool = False,
 ) -> Mapping[str, list[int]]:
     """Tensor and pipeline parallel sizes, of those usually met, that can read the objects."""
     heads = grid.heads_per_group
-    tp = [s for s in TRIED_SIZES if total_kv_heads % s == 0 and total_kv_heads // s % heads == 0]
+    tp = [
+        size
+        for size in TRIED_SIZES
+        if is_latent or (total_kv_heads % size == 0 and total_kv_heads // size % heads == 0)
+    ]
     if not grid.layer_partition:
         return {"tp": tp, "pp": [len(own_starts)]}
     step = grid.layer_partition

@@ -77,15 +77,27 @@ class PageLayout:
     heads_per_group: int
     row_bytes: int
     layer_partition: int
+    num_replicas: int = 1
+    """Workers that hold the same heads of the same layers, this one included."""
+    replica: int = 0
     shards: tuple[Shard, ...] = field(init=False, repr=False, compare=False)
     """Layer span by layer span, in each all head groups of this worker."""
+    own_shards: tuple[Shard, ...] = field(init=False, repr=False, compare=False)
+    """Those that this worker writes: replicas take layer spans in turn, each is written once."""
 
     def __post_init__(self) -> None:
         _require(self.page_size > 0, f"page_size must be positive, got {self.page_size} tokens")
         _require(self.row_bytes > 0, f"row_bytes must be positive, got {self.row_bytes}")
+        _require(
+            0 <= self.replica < self.num_replicas,
+            f"a replica is one of {self.num_replicas}, got {self.replica}",
+        )
         self._check_heads()
         self._check_layers()
-        object.__setattr__(self, "shards", self._cut())
+        shards = self._cut()
+        own = [s for s in shards if self._span_number(s) % self.num_replicas == self.replica]
+        object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "own_shards", tuple(own))
 
     def _check_heads(self) -> None:
         group, total = self.heads_per_group, self.total_kv_heads
@@ -133,6 +145,16 @@ class PageLayout:
                 offset, length = layer * self.layer_bytes, span.num_layers * self.layer_bytes
                 shards.append(Shard(span, first_group + group, offset, length))
         return tuple(shards)
+
+    def _span_number(self, shard: Shard) -> int:
+        """Counted over the worker's layers."""
+        step = self.layer_partition or self.layers.num_layers
+        return (shard.layers.start - self.layers.start) // step
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of a page that this worker writes to storage."""
+        return sum(shard.length for shard in self.own_shards)
 
     @property
     def num_heads(self) -> int:

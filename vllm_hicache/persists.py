@@ -50,14 +50,14 @@ class Persists:
         metrics: Metrics,
         *,
         page_size: int,
-        page_bytes: Sequence[int],
+        written_bytes: Sequence[int],
         deadline_s: float,
     ) -> None:
         self._host = host
         self._link = link
         self._metrics = metrics
         self._page_size = page_size
-        self._page_bytes = page_bytes
+        self._written_bytes = written_bytes
         self._deadline_s = deadline_s
         self._retry_at = self._full_until = 0.0
         self._running: dict[int, _Persist] = {}
@@ -114,7 +114,9 @@ class Persists:
             persist.answer.settle(worker_id, event.reason)
             if num_pages < len(persist.pages):
                 persist.is_stored = False
-            self._metrics.count("persisted_bytes", event.num_stored * self._page_bytes[worker_id])
+            self._metrics.count(
+                "persisted_bytes", event.num_stored * self._written_bytes[worker_id]
+            )
         else:
             if persist.answer.settle(worker_id, "cancelled"):
                 persist.is_stored = False

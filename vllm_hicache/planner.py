@@ -120,7 +120,7 @@ class Planner:
                 link,
                 metrics,
                 page_size=options.page_size,
-                page_bytes=options.page_bytes,
+                written_bytes=options.written_bytes,
                 deadline_s=options.persist_timeout_s,
             )
             self.answers = StorageAnswers(link, self.persists, self.prefetcher, metrics)

@@ -15,6 +15,8 @@ class PlannerOptions:
     num_host_slots: int
     page_bytes: tuple[int, ...]
     """Bytes of one page, by worker."""
+    written_bytes: tuple[int, ...]
+    """Of those, what the worker writes to storage; its replicas write the rest."""
     eviction: str
     fetch: FetchPolicy
     persist_timeout_s: float

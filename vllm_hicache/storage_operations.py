@@ -54,14 +54,25 @@ class HostPages:
     slot_stride: int
     num_slots: int
     shards: tuple[Shard, ...]
+    own_shards: tuple[Shard, ...]
+    """Those that this worker writes; its replicas write the others."""
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page that storage keeps."""
-        return sum(shard.length for shard in self.shards)
+    def written_bytes(self) -> int:
+        """Bytes of one page that this worker writes."""
+        return sum(shard.length for shard in self.own_shards)
 
     def objects(self, namespace: str, page_hash: bytes, host_slot: int) -> list[ShardObject]:
         """The stored objects of one page, over the bytes of ``host_slot``."""
+        return self._objects(self.shards, namespace, page_hash, host_slot)
+
+    def own_objects(self, namespace: str, page_hash: bytes, host_slot: int) -> list[ShardObject]:
+        """Those of them that this worker writes."""
+        return self._objects(self.own_shards, namespace, page_hash, host_slot)
+
+    def _objects(
+        self, shards: Sequence[Shard], namespace: str, page_hash: bytes, host_slot: int
+    ) -> list[ShardObject]:
         base = host_slot * self.slot_stride
         return [
             ShardObject(
@@ -71,7 +82,7 @@ class HostPages:
                 shard=shard,
                 payload=self.pool[base + shard.offset : base + shard.offset + shard.length],
             )
-            for shard in self.shards
+            for shard in shards
         ]
 
     def names(self, namespace: str, page_hashes: Sequence[bytes]) -> list[str]:
@@ -290,8 +301,9 @@ class PersistOperation(_StorageOperation):
         return self._write(self._next - 1)
 
     async def _write(self, page: int) -> WriteOutcome:
-        items = self._around.pages.objects(self._namespace, self._hashes[page], self._slots[page])
-        outcomes = await self._around.storage.persist(items)
+        pages = self._around.pages
+        items = pages.own_objects(self._namespace, self._hashes[page], self._slots[page])
+        outcomes = await self._around.storage.persist(items) if items else []
         for outcome in (WriteOutcome.FULL, WriteOutcome.STORED):
             if outcome in outcomes:
                 return outcome

@@ -86,7 +86,8 @@ def _map_pool(launch: Launch) -> HostPages:
     if size < needed:
         raise ConfigError(f"the host pool must have {needed} bytes or more, got {size}")
     pool = memoryview(mmap.mmap(launch.pool_fd, needed))
-    return HostPages(pool, config.slot_stride, config.num_slots, config.shards)
+    own = config.shards if config.own_shards is None else config.own_shards
+    return HostPages(pool, config.slot_stride, config.num_slots, config.shards, own)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class StorageProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     slot_stride: int  # bytes from one host slot to the next
     shards: tuple[Shard, ...]  # this worker's, non-overlapping, inside a slot
+    own_shards: tuple[Shard, ...] | None = None  # those that it writes; None: all
     storage: StorageConfig
     exists_concurrency: int = 8
     # A call that takes longer gives its place to others. A healthy call takes milliseconds.

@@ -137,7 +137,7 @@ class OperationTable:
     def backlog_bytes(self) -> int:
         """Bytes of pages that are queued or being written."""
         held = sum(persist.num_pages_held for persist in self._persists.values())
-        return held * self._pages.page_bytes
+        return held * self._pages.written_bytes
 
     def oldest_running_s(self) -> float:
         """Age of the oldest running storage call in seconds, 0.0 without one."""
@@ -214,7 +214,7 @@ class OperationTable:
     def _num_admitted(self, command: Persist) -> int:
         """Leading pages that fit into the backlog; one page fits into an empty one."""
         backlog_bytes = self.backlog_bytes
-        room = (self._backlog_limit - backlog_bytes) // self._pages.page_bytes
+        room = (self._backlog_limit - backlog_bytes) // max(1, self._pages.written_bytes)
         if not backlog_bytes:
             room = max(room, 1)
         return max(0, min(room, len(command.slots) // SLOT_BYTES))

@@ -38,6 +38,7 @@ OPTIONS = PlannerOptions(
     block_size=32,
     num_host_slots=4,
     page_bytes=(4096,) * 4,
+    written_bytes=(4096,) * 4,
     eviction="lru",
     fetch=FetchPolicy("timeout", 1.0, 0.0, 0, 0.05, 10.0),
     persist_timeout_s=30.0,

@@ -78,7 +78,7 @@ class Desk:
         self.memory = MemoryBackend(capacity_objects)
         self.faults = FaultList()
         self.pool = bytearray(random.Random(1).randbytes(NUM_SLOTS * STRIDE))
-        pages = HostPages(memoryview(self.pool), STRIDE, NUM_SLOTS, SHARDS)
+        pages = HostPages(memoryview(self.pool), STRIDE, NUM_SLOTS, SHARDS, SHARDS)
         self.backend = FaultyBackend(self.memory, self.faults)
         self.table = OperationTable(CheckedStorage(self.backend), pages, config)
         self.table.is_open = True

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.grid import Fleet, Grid, choose_grid, coarsest_grid, even_stage_starts, readers
+from vllm_hicache.grid import (
+    TRIED_SIZES,
+    Fleet,
+    Grid,
+    coarsest_grid,
+    even_stage_starts,
+    own_grid,
+    readers,
+)
 from vllm_hicache.layout import LayerSpan, PageLayout
 
 
@@ -84,15 +92,17 @@ def test_stages_cut_by_hand_count():
 
 
 def test_without_a_fleet_the_given_partitions_or_this_engines_stage_decide():
-    common = {
-        "fleet": None,
-        "total_layers": 32,
-        "total_kv_heads": 8,
-        "local_heads": 4,
-        "own_starts": (0, 16),
-    }
-    assert choose_grid(layer_partition=0, head_partition=0, **common) == Grid(0, 1)
-    assert choose_grid(layer_partition=8, head_partition=2, **common) == Grid(8, 2)
+    common = {"total_kv_heads": 8, "local_heads": 4}
+    assert own_grid(layer_partition=0, head_partition=0, **common) == Grid(0, 1)
+    assert own_grid(layer_partition=8, head_partition=2, **common) == Grid(8, 2)
+
+
+def test_a_latent_is_one_object_for_every_tensor_parallel_size():
+    fleet = Fleet((1, 3, 16), (1, 2))
+    grid = coarsest_grid(fleet, total_layers=60, total_kv_heads=1, is_latent=True)
+    assert grid == Grid(30, 1)
+    sizes = readers(grid, total_layers=60, total_kv_heads=1, own_starts=(0,), is_latent=True)
+    assert sizes["tp"] == list(TRIED_SIZES)
 
 
 def test_readers_name_the_sizes_that_fit():

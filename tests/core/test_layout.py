@@ -90,6 +90,27 @@ def test_shards_tile_the_page_and_their_cells_are_distinct(layout):
     assert len(set(_cells(layout))) == len(layout.shards)
 
 
+@pytest.mark.parametrize(("num_replicas", "partition"), [(2, 30), (3, 12), (8, 0), (4, 60)])
+def test_replicas_write_every_object_once_between_them(num_replicas, partition):
+    latent = {"head_stop": 1, "total_kv_heads": 1, "heads_per_group": 1}
+    replicas = [
+        _layout(**latent, layer_partition=partition, num_replicas=num_replicas, replica=r)
+        for r in range(num_replicas)
+    ]
+    alone = _layout(**latent, layer_partition=partition)
+    assert all(replica.shards == alone.shards == alone.own_shards for replica in replicas)
+    written = [shard for replica in replicas for shard in replica.own_shards]
+    assert sorted(written, key=lambda shard: shard.offset) == list(alone.shards)
+    assert sum(replica.own_bytes for replica in replicas) == alone.page_bytes
+    most, least = (pick(len(r.own_shards) for r in replicas) for pick in (max, min))
+    assert most - least <= 1
+
+
+def test_a_replica_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="a replica is one of 2, got 2"):
+        _layout(num_replicas=2, replica=2)
+
+
 @given(_layouts())
 def test_slots_are_aligned_and_hold_a_page(layout):
     assert layout.slot_stride % 4096 == 0

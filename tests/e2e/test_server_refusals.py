@@ -20,24 +20,6 @@ SLIDING_WINDOW = {
     "model_type": "mistral",
     "sliding_window": 64,
 }
-LATENT = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 4,
-    "moe_intermediate_size": 64,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +53,6 @@ REFUSALS = {
     "failure policy": Refusal(
         "kv_load_failure_policy must be recompute, got 'fail'",
         transfer={"kv_load_failure_policy": "fail"},
-    ),
-    "latent attention": Refusal(
-        "KV cache of kind MLAAttentionSpec is not supported yet", model=LATENT
     ),
     "page size": Refusal(
         "page_size 48 and vLLM's block size 32 must divide one another", extra={"page_size": 48}

@@ -54,6 +54,18 @@ def wait_for_reads(engine: Engine, patience_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+def wait_for_writes(engine: Engine, patience_s: float = 10.0) -> None:
+    """The same of what was written."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        engine.poll_storage()
+        counters = engine.counters()
+        total = counters["persisted_bytes"] + 4096 * counters["objects_written"]
+        if counters["bytes_written"] >= total:
+            return
+        time.sleep(0.02)
+
+
 def published(engine: Engine) -> dict[str, float]:
     found = engine.published()
     return {name: found.get(name, 0.0) for name in PUBLISHED}

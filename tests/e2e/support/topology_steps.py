@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_in_process import Engine, difference, prompt_of, running
-from restore_child import as_list, published, wait_for_reads
+from restore_child import as_list, published, wait_for_reads, wait_for_writes
 
 
 def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
         if specification["writes"]:
             record["cold"] = ask(engine, specification["name"], specification)
             engine.settle()
+            wait_for_writes(engine)
             record["persisted"] = difference(engine.counters(), {})
         if len(reads) < len(specification["reads"]):
             engine.reset_all()  # its own: host and device forget, storage does not

@@ -116,6 +116,7 @@ class Rig:
             "block_size": block,
             "num_host_slots": num_slots,
             "page_bytes": (1 << 20,) * num_workers,
+            "written_bytes": (1 << 20,) * num_workers,
             "eviction": "lru",
             "fetch": FetchPolicy(**policy | (fetch or {})),
             "persist_timeout_s": 30.0,
