@@ -128,11 +128,8 @@ def full_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
             f"KV cache of kind {type(spec).__name__} is not supported yet; supported: "
             "FullAttentionSpec (multi-head and grouped-query attention) and MLAAttentionSpec"
         )
-    if isinstance(spec, MLAAttentionSpec) and spec.model_version is not None:
-        raise ConfigError(
-            f"latent KV of kind {spec.model_version} is not supported yet; supported: one latent "
-            "row per token and layer"
-        )
+    if isinstance(spec, MLAAttentionSpec):
+        _check_latent(spec)
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
         raise ConfigError(
             "sliding-window and chunked attention are not supported yet, also where vLLM keeps "
@@ -145,6 +142,14 @@ def full_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
             "token and head"
         )
     return spec
+
+
+def _check_latent(spec: MLAAttentionSpec) -> None:
+    if spec.model_version is not None:
+        raise ConfigError(
+            f"latent KV of kind {spec.model_version} is not supported yet; supported: one latent "
+            "row per token and layer"
+        )
 
 
 def kv_format(vllm_config: "VllmConfig", spec: FullAttentionSpec) -> KVFormat:

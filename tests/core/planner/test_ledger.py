@@ -236,6 +236,8 @@ def test_tokens_from_storage_that_were_offered_and_lost_are_booked_once():
     rig.end_fetch(fetch.op, 3)
     assert rig.match(state).num_tokens == 16
     rig.finish_loads(failed=[1])
+    assert rig.match(state).num_tokens is None  # storage is asked again, and does not answer
+    rig.now = 0.1
     assert rig.match(state).num_tokens == 0
     rig.planner.admit(state)
     assert rig.total("unserved_tokens/evicted") == rig.total("found_tokens/storage") == 12
