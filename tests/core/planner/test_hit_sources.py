@@ -62,7 +62,7 @@ def test_a_tail_from_storage_that_leaves_host_before_the_admission_counts_nowher
     num_lost,
 ):
     """Three pages of host and five of storage; the last ones leave between lookup and load."""
-    rig = _rig()
+    rig = _rig(fetch={"max_retries": 0})  # or storage would be asked again
     state = _lookup_of(rig, 3, 5)
     assert rig.match(state).num_tokens == 8 * PAGE
     rig.planner.host.discard(rig.page_of(state, NUM_PAGES - num_lost))

@@ -173,7 +173,7 @@ def _assert_nothing_is_left(engine: _Engine) -> None:
 
 
 def test_ranks_with_private_delays_and_failures_commit_the_same_and_leave_nothing():
-    seen = _run(range(16))
+    seen = _run(range(24))
     assert seen["loaded tokens"] > 1000
     assert seen["tokens from storage"] > 50
     for what in ("question", "read", "write", "save", "load"):
