@@ -212,7 +212,12 @@ class Story:
         live = self.engine.live
         if live:
             loading = [request for request in live if request.status is Status.LOADING]
-            request = self.rng.choice(loading or live)
+            refused = [
+                request
+                for request in live
+                if request.status is Status.WAITING and request.offered_end
+            ]
+            request = self.rng.choice(self.rng.choice([loading, refused]) or loading or live)
             self._say(f"{request.request_id} is aborted while {request.status.value}")
             self.engine.abort(request)
 
