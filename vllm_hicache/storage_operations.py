@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_hicache.errors import BackendError
 from vllm_hicache.keys import shard_name
 from vllm_hicache.layout import Shard
 from vllm_hicache.storage import FetchOutcome, ShardObject, WriteOutcome
@@ -197,13 +198,15 @@ class ExistsOperation(_StorageOperation):
 
 
 class FetchOperation(_StorageOperation):
-    """Reads pages concurrently, reports the leading verified ones, ends at the first bad one."""
+    """Reads pages concurrently, reports the leading verified ones, ends at the first bad one: one
+    whose call failed costs those before it nothing."""
 
     def __init__(self, message: Fetch, around: Surroundings, breaker: Breaker) -> None:
         super().__init__(message, around, breaker)
         self._slots = unpack_slots(message.slots)
         self._next = 0
         self._stop = len(self._hashes)  # pages from here on are of no use
+        self._lost = len(self._hashes)  # the first whose call failed
         self._early: dict[int, FetchOutcome] = {}  # answers beyond the leading pages
         self._num_leading = 0
         self._is_progress_due = False
@@ -216,7 +219,11 @@ class FetchOperation(_StorageOperation):
 
     async def _read(self, page: int) -> tuple[int, FetchOutcome]:
         items = self._around.pages.objects(self._namespace, self._hashes[page], self._slots[page])
-        outcomes = await self._around.storage.fetch(items)
+        try:
+            outcomes = await self._around.storage.fetch(items)
+        except BackendError:
+            self._lost = min(self._lost, page)
+            raise
         bad = [outcome for outcome in outcomes if outcome is not FetchOutcome.OK]
         if FetchOutcome.CORRUPT in bad:
             return page, FetchOutcome.CORRUPT
@@ -240,6 +247,8 @@ class FetchOperation(_StorageOperation):
             self.stop("missing")
         elif self._num_leading == len(self._hashes):
             self.stop("complete")
+        elif self._num_leading >= self._lost:
+            self.stop("unavailable")
         elif self._num_leading > before and not self._is_progress_due:
             # One message for all pages that end in this turn of the loop.
             self._is_progress_due = True
@@ -259,6 +268,9 @@ class FetchOperation(_StorageOperation):
         if reason == "cancelled" and self.num_stalled and not self._num_leading:
             # Nobody waits for it any longer: unless that counts, every request waits like this.
             self.fail_stalled_calls("nothing arrived before it was given up", reason)
+        if reason == "unavailable" and self._num_leading < self._lost < len(self._hashes):
+            self._stop = min(self._stop, self._lost)  # those before it are being read
+            return
         if not self.is_settled:
             self._settle(FetchSettled(self.op, self._num_leading, reason))
             self.cancel_calls()
