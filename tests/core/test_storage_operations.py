@@ -142,6 +142,16 @@ async def test_an_error_of_the_backend_is_unavailable(desk):
     assert await desk.fetched(1, range(4)) == FetchSettled(1, 2, "unavailable")
 
 
+async def test_an_error_costs_the_pages_before_it_nothing(desk):
+    await desk.stored(4)
+    slow, failing = desk.name_of(0), desk.name_of(2)
+    desk.faults.faults = (
+        Fault(operation="read", name=slow, delay_s=0.1),
+        Fault(operation="read", name=failing, fails=True),
+    )
+    assert await desk.fetched(1, range(4)) == FetchSettled(1, 2, "unavailable")
+
+
 async def test_a_read_beyond_the_operation_timeout_is_unavailable(make_desk):
     desk = make_desk(operation_timeout_s=0.1)
     await desk.stored(4)
