@@ -113,6 +113,7 @@ def chain(model: Path, store: Path) -> list[Mapping[str, Any]]:
     return records
 
 
+@pytest.mark.full
 def test_two_workers_read_what_one_and_what_two_wrote(chain: list[Mapping[str, Any]]) -> None:
     two = chain[1]
     num_pages = sum(n // PAGE for n in LENGTHS)
@@ -125,6 +126,7 @@ def test_two_workers_read_what_one_and_what_two_wrote(chain: list[Mapping[str, A
     assert [record["problems"] for record in chain] == [[], []]
 
 
+@pytest.mark.full
 def test_one_worker_reads_what_two_wrote(
     chain: list[Mapping[str, Any]], model: Path, store: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_one_worker_reads_what_two_wrote(
         engine.assert_idle_and_clean()
 
 
+@pytest.mark.full
 def test_two_workers_write_every_object_once(chain: list[Mapping[str, Any]], store: Path) -> None:
     object_bytes = PAGE_BYTES // NUM_LAYERS
     for record in chain:
