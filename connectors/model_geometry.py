@@ -104,7 +104,7 @@ def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
     """The KV cache of a worker of one pipeline stage, as far as pages depend on it.
 
     Raises:
-        ConfigError: The model keeps other than full attention in every layer.
+        ConfigError: The model keeps other than full or latent attention in every layer.
     """
     model = vllm_config.model_config
     if model.is_hybrid or model.is_attention_free:

@@ -4,6 +4,7 @@ On a CPU vLLM turns its own prefix cache off for latents, and its kernel for a k
 otherwise than the one for a cold prompt. So rows are compared with those that were computed.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from child_process import run_child, workers
 from engine_in_process import (
     HEADER_BYTES,
     KV_TOLERANCE,
+    OPTIONS,
     PAGE,
+    STORAGE_OPTIONS,
     Engine,
     answer_of,
     assert_same,
@@ -25,6 +28,8 @@ from engine_in_process import (
     running,
 )
 from tiny_latent import LATENT, NUM_LAYERS, ROPE, write_latent
+
+from vllm_hicache.connectors.model_geometry import model_geometry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -59,6 +64,18 @@ def rows_of(engine: Engine, prompt: Any, num_tokens: int) -> tuple[Any, np.ndarr
             return answer_of(outputs[0], outputs[0].outputs[0]), rows
 
 
+def namespace_of_doctor(model: Path, storage: str) -> str:
+    """What ``hicache doctor`` computes from the configuration alone."""
+    transfer = {
+        "kv_connector": "HiCacheConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**OPTIONS, **STORAGE_OPTIONS, **EXTRA, "storage": storage},
+    }
+    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    return model_geometry(str(model), json.dumps(transfer), arguments).namespace.digest
+
+
 def test_rows_come_back_from_host_and_files_as_they_were_computed(
     model: Path, tmp_path: Path
 ) -> None:
@@ -74,6 +91,8 @@ def test_rows_come_back_from_host_and_files_as_they_were_computed(
             engine.settle()
             counted = difference(engine.counters(), before)
         engine.assert_idle_and_clean()
+        namespace = engine.planner.namespace
+    assert namespace_of_doctor(model, f"file://{tmp_path}/store") == namespace
     cold, host, file = found
     assert [answer.cached for answer, _ in cold] == [0] * len(LENGTHS)
     assert [answer.cached for answer, _ in host] == hits
