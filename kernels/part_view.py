@@ -26,7 +26,7 @@ class Selection(NamedTuple):
 class PartView:
     """One row part of some layers, cut into units on both sides.
 
-    blocks  [layers, blocks, units of a block, *row]
+    blocks  [layers of the tensor, blocks, units of a block, *row]
     pages   [pages, layers of the page, units of a page, *row]
     row     [head groups, tokens of a unit, heads of a group, elements, words of an element];
             in pages the elements of a row lie side by side and count as one
@@ -45,7 +45,7 @@ class PartView:
         self._blocks = strided_bytes(
             kv_storage,
             (
-                len(layers.layers),
+                layers.indices[-1] + 1,
                 layers.num_blocks,
                 layers.block_size // unit,
                 *grid,
@@ -63,17 +63,17 @@ class PartView:
             ),
             layers.base_bytes + part.base,
         )
-        self._page_shape = (layout.layers.num_layers, layout.page_size // unit, *grid)
+        self._page_shape = (layout.num_layers, layout.page_size // unit, *grid)
         self._page_strides = (
             layout.layer_bytes,
             unit * group * row,
-            layout.layers.num_layers * layout.layer_bytes,
+            layout.num_layers * layout.layer_bytes,
             group * row,
             row,
         )
         self._part = part
         device = kv_storage.device
-        self._layers = torch.arange(len(layers.layers), device=device).unsqueeze(0)
+        self._layers = torch.tensor([layers.indices], device=device)
         self._page_layers = torch.tensor([layers.layers], device=device)
 
     def in_blocks(self, rows: Tensor) -> Selection:

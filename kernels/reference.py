@@ -1,143 +1,178 @@
 """Copies pages between vLLM's paged KV and host slots with torch alone: the twin of every kernel.
 
-On a CPU straight; on a CUDA device through staging buffers that hold whole pages.
+On a CPU straight; on a CUDA device through staging buffers that hold whole pages of one pool.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from operator import mul
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_hicache.device_layout import DeviceLayers
-from vllm_hicache.errors import ConfigError
-from vllm_hicache.kernels.copy_units import CopyUnits
-from vllm_hicache.kernels.part_view import PartView, move
+from vllm_hicache.device_layout import DeviceGroup
+from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.kernels.group_view import GroupView
+from vllm_hicache.kernels.staged_rows import stage
 from vllm_hicache.kernels.staging import Staging
-from vllm_hicache.layout import PageLayout, granule_tokens
+from vllm_hicache.kernels.workspace import Workspace
+from vllm_hicache.layout import PageLayout
 from vllm_hicache.tiers import Direction
 
 CPU_CHUNK_BYTES = 4 << 20  # stays in a shared L3; smaller costs calls, larger memory traffic
 CUDA_CHUNK_BYTES = 32 << 20  # 0.6 ms on PCIe 5; smaller costs launches, larger device memory
-_SLOT = 0  # column of the host slot in a copy list
 
 
 class PageCopier:
-    """Copies granules between one worker's KV buffer and host slots.
+    """Copies granules of one pool between a worker's KV buffer and host slots.
 
-    kv_storage     flat, contiguous bytes of the whole KV buffer
-    device_layers  together hold every layer of the page exactly once
-    host           [num_slots, slot_stride] uint8, contiguous; page-locked for a CUDA device
-    copy list      [n, 4] int32 rows (host slot, granule in page, block id, granule in block),
-                   no granule twice
-
-    A save and a load may run at once in two threads, two saves may not. On a CUDA device they
-    return before the copy ends; everything is ordered on the current stream.
+    kv_storage  flat, contiguous bytes of the whole KV buffer, which groups may share
+    groups      together hold every layer of the pool's pages exactly once
     """
 
     def __init__(
         self,
         kv_storage: Tensor,
-        device_layers: Sequence[DeviceLayers],
+        groups: Sequence[DeviceGroup],
         layout: PageLayout,
-        block_size: int,
         *,
         chunk_bytes: int | None = None,
     ) -> None:
-        _check_layers(device_layers, layout, block_size)
-        first, device = device_layers[0], kv_storage.device
-        self._units = units = CopyUnits(
-            layout.page_size, block_size, first.block_size, first.num_blocks
+        _check_places(groups, layout)
+        self.device = kv_storage.device
+        self.groups = tuple(GroupView(kv_storage, group, layout) for group in groups)
+        self._slot_stride = layout.slot_stride
+        self._num_staged = max(1, (chunk_bytes or CUDA_CHUNK_BYTES) // layout.slot_stride)
+        chunk = chunk_bytes or CPU_CHUNK_BYTES
+        self._chunk_rows = [max(1, chunk // group.unit_bytes) for group in self.groups]
+        self.staging_bytes = self._num_staged * layout.slot_stride
+        """Of one of the two staging buffers that a copy needs on a CUDA device."""
+        self.scratch_bytes = (
+            max(map(mul, self._chunk_rows, (group.unit_bytes for group in self.groups)))
+            if self.device.type == "cpu"
+            else self.staging_bytes
         )
-        self._parts = [
-            PartView(kv_storage, layers, part, layout, units.num_tokens)
-            for layers in device_layers
-            for part in layers.parts
-        ]
-        unit_bytes = layout.page_bytes // units.per_page
-        self._staging: dict[Direction, Staging] = {}
-        if device.type == "cpu":
-            self._chunk_rows = max(1, (chunk_bytes or CPU_CHUNK_BYTES) // unit_bytes)
-        else:
-            num_pages = max(1, (chunk_bytes or CUDA_CHUNK_BYTES) // layout.slot_stride)
-            self._chunk_rows = num_pages * units.per_page
-            for direction in Direction:
-                self._staging[direction] = Staging(num_pages, layout.slot_stride, device)
-        scratch_bytes = self._chunk_rows * unit_bytes
-        self._scratch = {
-            direction: torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+
+    def copy(
+        self,
+        direction: Direction,
+        copies: Sequence[np.ndarray],
+        host: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        """Copy what the lists of the pool's groups name; see ``PoolsCopier``."""
+        if host.shape[1] != self._slot_stride:
+            raise InvariantBroken(
+                f"host slots of {host.shape[1]} bytes, not of the pool's {self._slot_stride}"
+            )
+        rows = [group.units_of(_list_of(group, copies), len(host)) for group in self.groups]
+        if not any(map(len, rows)):
+            return
+        if workspace.staging is not None:
+            self._copy_staged(direction, rows, host, workspace.staging, workspace.scratch)
+            return
+        for group, units, step in zip(self.groups, rows, self._chunk_rows, strict=True):
+            for first in range(0, len(units), step):
+                chunk = torch.from_numpy(units[first : first + step])
+                group.relayout(direction, chunk, host, workspace.scratch)
+
+    def _copy_staged(
+        self,
+        direction: Direction,
+        rows: list[np.ndarray],
+        host: Tensor,
+        staging: Staging,
+        scratch: Tensor,
+    ) -> None:
+        """Whole pages pass between host and staging, units between staging and blocks."""
+        staged = stage(rows, [group.units_per_page for group in self.groups], self._num_staged)
+        device_rows = staging.upload(staged.rows)
+        for first in range(0, len(staged.slots), self._num_staged):
+            last = min(first + self._num_staged, len(staged.slots))
+            chunks = [device_rows[ends[first] : ends[last]] for ends in staged.ends]
+            # A page that is saved in part keeps its other granules: read it first.
+            is_read = direction is Direction.LOAD or bool(staged.is_partial[first:last].any())
+            staging.run(
+                partial(self._relayout, direction, chunks, scratch=scratch),
+                host,
+                staged.slots[first:last],
+                reads=is_read,
+                writes=direction is Direction.SAVE,
+            )
+
+    def _relayout(
+        self, direction: Direction, chunks: list[Tensor], pages: Tensor, *, scratch: Tensor
+    ) -> None:
+        for group, rows in zip(self.groups, chunks, strict=True):
+            if len(rows):
+                group.relayout(direction, rows, pages, scratch)
+
+
+class PoolsCopier:
+    """Copies granules of all pools of a worker, pool by pool.
+
+    copies  one list per KV cache group of vLLM: [n, 4] int32 rows (host slot, granule in page,
+            block id, granule in block), no granule twice; a granule is the smaller of the pool's
+            page and the group's block, a state is the granule 0 of both. Lists of groups without
+            a layer here are ignored; a group with layers of several pools is copied in each.
+    host    one region per pool, in the order of ``pools``: [num_slots, slot_stride] uint8,
+            contiguous; page-locked for a CUDA device
+
+    A save and a load may run at once in two threads, two saves may not. On a CUDA device they
+    return before the copy ends; everything is ordered on the current stream.
+    """
+
+    def __init__(self, pools: Sequence[PageCopier]) -> None:
+        _check_granules(pools)
+        self.pools = tuple(pools)
+        scratch_bytes = max(pool.scratch_bytes for pool in pools)
+        staging_bytes = max(pool.staging_bytes for pool in pools)
+        self._workspaces = {
+            direction: Workspace(scratch_bytes, staging_bytes, pools[0].device)
             for direction in Direction
         }
 
-    def save(self, copy_list: np.ndarray, host: Tensor) -> None:
+    def save(self, copies: Sequence[np.ndarray], host: Sequence[Tensor]) -> None:
         """Copy the listed granules from device blocks to host slots."""
-        self._copy(Direction.SAVE, copy_list, host)
+        self._copy(Direction.SAVE, copies, host)
 
-    def load(self, copy_list: np.ndarray, host: Tensor) -> None:
+    def load(self, copies: Sequence[np.ndarray], host: Sequence[Tensor]) -> None:
         """Copy the listed granules from host slots to device blocks."""
-        self._copy(Direction.LOAD, copy_list, host)
+        self._copy(Direction.LOAD, copies, host)
 
-    def _copy(self, direction: Direction, copy_list: np.ndarray, host: Tensor) -> None:
-        rows = self._units.of(copy_list, len(host))
-        if not len(rows):
-            return
-        if self._staging:
-            self._copy_staged(direction, rows, host)
-            return
-        for first in range(0, len(rows), self._chunk_rows):
-            chunk = torch.from_numpy(rows[first : first + self._chunk_rows])
-            self._relayout(direction, chunk, host)
-
-    def _copy_staged(self, direction: Direction, rows: np.ndarray, host: Tensor) -> None:
-        """Whole pages pass between host and staging, units between staging and blocks."""
-        staging = self._staging[direction]
-        slots, pages, counts = np.unique(rows[:, _SLOT], return_inverse=True, return_counts=True)
-        rows = rows[np.argsort(pages, kind="stable")]
-        rows[:, _SLOT] = np.repeat(np.arange(len(slots)) % staging.num_pages, counts)
-        is_partial = counts < self._units.per_page
-        ends = np.concatenate(([0], np.cumsum(counts)))
-        with staging.ordered():
-            device_rows = staging.upload(rows)
-            for first in range(0, len(slots), staging.num_pages):
-                last = min(first + staging.num_pages, len(slots))
-                chunk = device_rows[ends[first] : ends[last]]
-                # A page that is saved in part keeps its other granules: read it first.
-                reads = direction is Direction.LOAD or bool(is_partial[first:last].any())
-                staging.run(
-                    partial(self._relayout, direction, chunk),
-                    host,
-                    slots[first:last],
-                    reads=reads,
-                    writes=direction is Direction.SAVE,
-                )
-
-    def _relayout(self, direction: Direction, rows: Tensor, pages: Tensor) -> None:
-        """Move the units of ``rows`` between blocks and ``pages``: one gather per part."""
-        for part in self._parts:
-            source, target = part.in_blocks(rows), part.in_pages(rows, pages)
-            if direction is Direction.LOAD:
-                source, target = target, source
-            move(source, target, self._scratch[direction])
+    def _copy(
+        self, direction: Direction, copies: Sequence[np.ndarray], host: Sequence[Tensor]
+    ) -> None:
+        workspace = self._workspaces[direction]
+        with workspace.ordered():
+            for pool, region in zip(self.pools, host, strict=True):
+                pool.copy(direction, copies, region, workspace)
 
 
-def _check_layers(
-    device_layers: Sequence[DeviceLayers], layout: PageLayout, block_size: int
-) -> None:
-    places = sorted(place for layers in device_layers for place in layers.layers)
-    if places != list(range(layout.layers.num_layers)):
+def _list_of(group: GroupView, copies: Sequence[np.ndarray]) -> np.ndarray:
+    if group.number >= len(copies):
+        raise InvariantBroken(
+            f"copies of {len(copies)} KV cache groups came, group {group.number} has layers"
+        )
+    return copies[group.number]
+
+
+def _check_places(groups: Sequence[DeviceGroup], layout: PageLayout) -> None:
+    places = sorted(place for group in groups for layers in group.layers for place in layers.layers)
+    if places != list(range(layout.num_layers)):
         raise ConfigError(
-            f"the KV buffer must hold each of the page's {layout.layers.num_layers} layers once, "
+            f"the KV buffer must hold each of the page's {layout.num_layers} layers once, "
             f"got the places {places}"
         )
-    first = device_layers[0]
-    want = (layout.num_heads, layout.row_bytes, first.block_size, first.num_blocks)
-    for layers in device_layers:
-        have = (layers.num_heads, layers.row_bytes, layers.block_size, layers.num_blocks)
-        if have != want or block_size % layers.block_size:
+
+
+def _check_granules(pools: Sequence[PageCopier]) -> None:
+    """The pools of a group must read its list alike."""
+    known: dict[int, tuple[int, int]] = {}
+    for group in (group for pool in pools for group in pool.groups):
+        if known.setdefault(group.number, group.granules) != group.granules:
             raise ConfigError(
-                f"layers of one page share heads, row bytes, kernel block size (a divisor of "
-                f"{block_size}) and number of blocks {want}, got {have}"
+                f"pools of KV cache group {group.number} cut its pages and blocks into "
+                f"{known[group.number]} and {group.granules} granules; these must be the same"
             )
-        if layers.whole_blocks:
-            granule_tokens(layout.page_size, layers.block_size, whole_blocks=True)

@@ -22,17 +22,15 @@ def slot_runs(slots: np.ndarray, piece_slots: int) -> list[tuple[int, int]]:
 
 
 class Staging:
-    """Two device buffers of ``num_pages`` host slots each, for one direction of copies.
+    """Two device buffers of ``num_bytes`` each, for one direction of copies of all pools.
 
     Transfers over the bus run on the current stream, relayouts on one of their own, so that the
     relayout of one buffer overlaps the transfer of the other. Events guard both uses of a buffer.
     Not thread-safe.
     """
 
-    def __init__(self, num_pages: int, slot_stride: int, device: torch.device) -> None:
-        self.num_pages = num_pages
-        self._piece_slots = registration_slots(slot_stride)
-        self._buffers = torch.zeros((2, num_pages, slot_stride), dtype=torch.uint8, device=device)
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._buffers = torch.zeros((2, num_bytes), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
         self._transferred = (torch.cuda.Event(), torch.cuda.Event())
         self._relaid = (torch.cuda.Event(), torch.cuda.Event())
@@ -64,15 +62,16 @@ class Staging:
     ) -> None:
         """Read ``slots`` of ``host`` into a buffer, relayout it, write it back; all enqueued only.
 
-        ``slots`` ascend and are at most ``num_pages``; page i of the buffer is ``slots[i]``.
+        ``slots`` ascend and fit into a buffer; its page i is ``slots[i]``.
         """
         current = torch.cuda.current_stream(self._buffers.device)
-        buffer = self._buffers[self._turn]
+        num_pages, slot_stride = len(slots), host.shape[1]
+        buffer = self._buffers[self._turn, : num_pages * slot_stride].view(num_pages, slot_stride)
         transferred, relaid = self._transferred[self._turn], self._relaid[self._turn]
         self._turn = 1 - self._turn
         runs = [
             (host[slots[first] : slots[first] + last - first], buffer[first:last])
-            for first, last in slot_runs(slots, self._piece_slots)
+            for first, last in slot_runs(slots, registration_slots(slot_stride))
         ]
         if reads:
             current.wait_event(relaid)

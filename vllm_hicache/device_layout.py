@@ -17,10 +17,11 @@ LAYOUT_NAMES = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 class TensorPlacement:
     """Same-shaped layers in a worker's KV buffer, in the terms of vLLM's KVCacheTensor (bytes).
 
-    ``layers[i]`` is the place, in the worker's page, of the i-th layer of the tensor.
+    ``layers[i]`` is the place, in the worker's pages of a pool, of the i-th layer of the tensor;
+    None: the layer is not of that pool.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int | None, ...]
     num_blocks: int
     layer_stride: int
     block_stride: int
@@ -33,7 +34,8 @@ class RowFormat:
 
     ``rows``          K then V of a token side by side
     ``k_transposed``  all K of the block as (element, token), then all V as (token, element)
-    ``opaque``        unknown inside; only a whole block of one head has a meaning
+    ``opaque``        unknown inside; only a whole block of one head has a meaning. A state is such
+                      a block of one token: ``k_bytes`` is its content without padding
     """
 
     num_heads: int
@@ -62,11 +64,12 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
-    """Same-shaped layers of one worker. Layer ``layers[i]`` of its page starts at
-    ``base_bytes + i*layer_stride`` bytes into the KV buffer. Blocks are kernel blocks.
+    """Same-shaped layers of one worker. The layer in place ``layers[i]`` of its page starts at
+    ``base_bytes + indices[i]*layer_stride`` bytes into the KV buffer. Blocks are kernel blocks.
     """
 
     layers: tuple[int, ...]
+    indices: tuple[int, ...]
     base_bytes: int
     layer_stride: int
     num_blocks: int
@@ -75,6 +78,20 @@ class DeviceLayers:
     row_bytes: int
     whole_blocks: bool
     parts: tuple[RowPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """What a pool has of one KV cache group of vLLM, whose blocks have ids of their own.
+
+    All layers have the same kernel block size and number of blocks.
+    """
+
+    group: int
+    """Its number in vLLM's order."""
+    block_size: int
+    """Tokens that a block id of the group stands for in this pool; 1 for states."""
+    layers: tuple[DeviceLayers, ...]
 
 
 def device_layers(
@@ -109,8 +126,12 @@ def device_layers(
         parts = _transposed_parts(rows, block_size, common)
     else:
         parts = (RowPart(0, 1, row_bytes, 0, *common, token_stride, row_bytes),)
+    placed = {i: place for i, place in enumerate(placement.layers) if place is not None}
+    if not placed:
+        raise ConfigError("a tensor of the KV cache has no layer of the pool")
     return DeviceLayers(
-        layers=placement.layers,
+        layers=tuple(placed.values()),
+        indices=tuple(placed),
         base_bytes=placement.offset,
         layer_stride=placement.layer_stride,
         num_blocks=placement.num_blocks,

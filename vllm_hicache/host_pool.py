@@ -2,7 +2,9 @@
 
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import torch
 
@@ -13,20 +15,29 @@ TOUCH_THREADS = 8  # touching first pins 8 GiB in 2.0 s, pinning alone in 3.5 s;
 
 
 class HostPool:
-    """``num_slots`` host slots of ``slot_stride`` bytes, zero at first, backed when touched.
+    """``num_slots`` host slots, each ``slot_strides[i]`` bytes of region i; zero at first, backed
+    when touched.
 
-    ``tensor`` is [num_slots, slot_stride] uint8 on the CPU. ``fd`` may be inherited by a child,
-    which maps the same memory; the kernel frees it when the last process has let it go.
+    ``tensors[i]`` is [num_slots, slot_strides[i]] uint8 on the CPU and lies ``bases[i]`` bytes into
+    the memory. ``fd`` may be inherited by a child, which maps the same memory; the kernel frees it
+    when the last process has let it go.
     """
 
-    def __init__(self, num_slots: int, slot_stride: int, *, name: str = "hicache") -> None:
-        if num_slots <= 0 or slot_stride <= 0:
+    def __init__(
+        self, num_slots: int, slot_strides: Sequence[int], *, name: str = "hicache"
+    ) -> None:
+        if num_slots <= 0 or min(slot_strides, default=0) <= 0:
             raise ConfigError(
-                f"the host pool needs at least one slot, got {num_slots} of {slot_stride} bytes"
+                f"the host pool needs at least one slot, got {num_slots} of "
+                f"{' + '.join(map(str, slot_strides)) or 0} bytes"
             )
         self.num_slots = num_slots
-        self.slot_stride = slot_stride
-        self.num_bytes = num_slots * slot_stride
+        self.slot_strides = tuple(slot_strides)
+        ends = list(accumulate((num_slots * stride for stride in slot_strides), _place_behind))
+        self.bases = tuple(
+            end - num_slots * stride for end, stride in zip(ends, slot_strides, strict=True)
+        )
+        self.num_bytes = ends[-1]
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self._pinned: list[int] = []  # addresses
         try:
@@ -35,18 +46,21 @@ class HostPool:
         except OSError:
             os.close(self.fd)
             raise
-        # The tensor owns the mapping: it ends with the last view, so no view ever dangles.
+        # The tensors own the mapping: it ends with the last view, so no view ever dangles.
         # Any thread may write it, also when vLLM makes the pool in inference mode.
         with torch.inference_mode(mode=False):
             flat = torch.frombuffer(memory, dtype=torch.uint8)
-            self._tensor: torch.Tensor | None = flat.view(num_slots, slot_stride)
+            self._tensors: tuple[torch.Tensor, ...] = tuple(
+                flat[base : base + num_slots * stride].view(num_slots, stride)
+                for base, stride in zip(self.bases, slot_strides, strict=True)
+            )
 
     @property
-    def tensor(self) -> torch.Tensor:
-        """All slots; InvariantBroken after ``close``."""
-        if self._tensor is None:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All slots, region by region; InvariantBroken after ``close``."""
+        if not self._tensors:
             raise InvariantBroken("the host pool is closed")
-        return self._tensor
+        return self._tensors
 
     def pin(self) -> bool:
         """Lock the memory for copies by the current CUDA device; False where there is none.
@@ -55,7 +69,11 @@ class HostPool:
         """
         if not torch.cuda.is_available():
             return False
-        pieces = self.tensor.split(registration_slots(self.slot_stride))
+        pieces = [
+            piece
+            for region, stride in zip(self.tensors, self.slot_strides, strict=True)
+            for piece in region.split(registration_slots(stride))
+        ]
         with ThreadPoolExecutor(TOUCH_THREADS) as threads:
             for piece in threads.map(_touch, pieces):
                 self._register(piece)
@@ -77,15 +95,20 @@ class HostPool:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
 
     def close(self) -> None:
-        """Let the memory go: unpin, close ``fd``, drop the tensor. A second call does nothing.
+        """Let the memory go: unpin, close ``fd``, drop the tensors. A second call does nothing.
 
         The mapping ends when the caller has dropped its views, too.
         """
-        if self._tensor is None:
+        if not self._tensors:
             return
         self.unpin()
-        self._tensor = None
+        self._tensors = ()
         os.close(self.fd)
+
+
+def _place_behind(end: int, num_bytes: int) -> int:
+    """End of a region that begins at the first memory page after ``end``."""
+    return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE + num_bytes
 
 
 def _touch(piece: torch.Tensor) -> torch.Tensor:

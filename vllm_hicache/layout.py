@@ -4,7 +4,9 @@ A layout is data (offsets, lengths, strides); nothing here touches memory.
 Host pages are ordered (head group, layer, token, head in group, content); content is K then V.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import gcd
 
 from vllm_hicache.errors import ConfigError
@@ -12,6 +14,8 @@ from vllm_hicache.errors import ConfigError
 SLOT_ALIGNMENT = 4096  # bytes; a memory page, so that storage can read straight into a slot
 REGISTRATION_BYTES = 1 << 30  # bytes pinned by one call; larger pieces make start-up stall longer
 _FLEET_TP = 8  # heads are split so that engines of up to TP8 share objects
+_POOL_DIGITS = 8
+_HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -45,22 +49,26 @@ class LayerSpan:
 class Shard:
     """The bytes ``[offset, offset + length)`` of a host page: one layer span x one head group.
 
-    ``head_group`` counts over the whole model. A shard is the unit of storage.
+    ``head_group`` counts over the whole model. A shard is the unit of storage. It holds those
+    layers of its span that its pool has.
     """
 
     layers: LayerSpan
     head_group: int
     offset: int
     length: int
+    pool: str = ""
+    """8 hex digits of the pool; "" for the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """One worker's page: its layers and its KV heads ``[head_start, head_stop)`` of the model.
+    """One worker's part of the pages of one pool: layers and KV heads ``[head_start, head_stop)``.
 
-    ``row_bytes`` is the content of one token of one head in one layer. ``layer_partition`` is the
-    number of layers of a shard; 0 makes this worker's span one shard. Misaligned numbers raise
-    ConfigError: a share that does not fit the grid would never be found by others.
+    ``row_bytes`` is the content of one token of one head in one layer; a state is one row of a page
+    of one token. ``layer_partition`` is the number of layers of a shard; 0 makes this worker's span
+    one shard. Misaligned numbers raise ConfigError: a share that does not fit the grid would never
+    be found by others.
 
     >>> page = PageLayout(page_size=256, layers=LayerSpan(0, 60), total_layers=60, head_start=0,
     ...     head_stop=8, total_kv_heads=8, heads_per_group=2, row_bytes=512, layer_partition=30)
@@ -80,6 +88,10 @@ class PageLayout:
     num_replicas: int = 1
     """Workers that hold the same heads of the same layers, this one included."""
     replica: int = 0
+    members: tuple[int, ...] = ()
+    """Those layers of ``layers`` that the pool has, ascending; () stands for all of them."""
+    pool: str = ""
+    """Its digest, for its shards."""
     shards: tuple[Shard, ...] = field(init=False, repr=False, compare=False)
     """Layer span by layer span, in each all head groups of this worker."""
     own_shards: tuple[Shard, ...] = field(init=False, repr=False, compare=False)
@@ -92,10 +104,14 @@ class PageLayout:
             0 <= self.replica < self.num_replicas,
             f"a replica is one of {self.num_replicas}, got {self.replica}",
         )
+        if not self.members:
+            object.__setattr__(self, "members", tuple(range(self.layers.start, self.layers.stop)))
         self._check_heads()
         self._check_layers()
+        self._check_pool()
         shards = self._cut()
-        own = [s for s in shards if self._span_number(s) % self.num_replicas == self.replica]
+        spans = list(dict.fromkeys(shard.layers for shard in shards))
+        own = [s for s in shards if spans.index(s.layers) % self.num_replicas == self.replica]
         object.__setattr__(self, "shards", shards)
         object.__setattr__(self, "own_shards", tuple(own))
 
@@ -134,27 +150,43 @@ class PageLayout:
             f"at a multiple of it; choose a common divisor of all stage starts, or 0",
         )
 
+    def _check_pool(self) -> None:
+        members, span = self.members, self.layers
+        _require(
+            all(one < other for one, other in pairwise(members))
+            and span.start <= members[0]
+            and members[-1] < span.stop,
+            f"layers of a pool ascend within [{span.start}, {span.stop}), got {members}",
+        )
+        _require(
+            not self.pool or (len(self.pool) == _POOL_DIGITS and set(self.pool) <= _HEX_DIGITS),
+            f"the digest of a pool has {_POOL_DIGITS} lower-case hex digits, got {self.pool!r}",
+        )
+
     def _cut(self) -> tuple[Shard, ...]:
         step = self.layer_partition or self.layers.num_layers
         first_group = self.head_start // self.heads_per_group
         shards = []
         for start in range(self.layers.start, self.layers.stop, step):
             span = LayerSpan(start, min(start + step, self.layers.stop))
+            first, last = (bisect_left(self.members, layer) for layer in (span.start, span.stop))
+            if first == last:
+                continue
             for group in range(self.num_head_groups):
-                layer = group * self.layers.num_layers + start - self.layers.start
-                offset, length = layer * self.layer_bytes, span.num_layers * self.layer_bytes
-                shards.append(Shard(span, first_group + group, offset, length))
+                offset = (group * self.num_layers + first) * self.layer_bytes
+                length = (last - first) * self.layer_bytes
+                shards.append(Shard(span, first_group + group, offset, length, self.pool))
         return tuple(shards)
-
-    def _span_number(self, shard: Shard) -> int:
-        """Counted over the worker's layers."""
-        step = self.layer_partition or self.layers.num_layers
-        return (shard.layers.start - self.layers.start) // step
 
     @property
     def own_bytes(self) -> int:
         """Bytes of a page that this worker writes to storage."""
         return sum(shard.length for shard in self.own_shards)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pool on this worker."""
+        return len(self.members)
 
     @property
     def num_heads(self) -> int:
@@ -172,7 +204,7 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        return self.num_head_groups * self.layers.num_layers * self.layer_bytes
+        return self.num_head_groups * self.num_layers * self.layer_bytes
 
     @property
     def slot_stride(self) -> int:
@@ -188,6 +220,7 @@ class PageLayout:
             "heads_per_group": self.heads_per_group,
             "row_bytes": self.row_bytes,
             "layer_partition": self.layer_partition,
+            "pool": int(self.pool or "0", 16),
         }
 
 

@@ -24,15 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 Publish = Callable[[Direction, int, bool], None]
+Copies = tuple[np.ndarray, ...]
+"""One list per KV cache group: [n, 4] int32 rows (host slot, granule in page, block id, granule in
+block)."""
 
 
 class Copier(Protocol):
-    """Copies listed granules; on a CUDA device it only enqueues, on the current stream."""
+    """Copies listed granules; on a CUDA device it only enqueues, on the current stream.
 
-    def save(self, copy_list: np.ndarray, host: torch.Tensor) -> None:
+    copies  one list per KV cache group
+    host    one region of host slots per pool
+    """
+
+    def save(self, copies: Copies, host: tuple[torch.Tensor, ...]) -> None:
         """Copy from device blocks to host slots."""
 
-    def load(self, copy_list: np.ndarray, host: torch.Tensor) -> None:
+    def load(self, copies: Copies, host: tuple[torch.Tensor, ...]) -> None:
         """Copy from host slots to device blocks."""
 
 
@@ -50,7 +57,7 @@ class CopyEngine:
         self._device = device
         self._lanes = {
             direction: _Lane(
-                partial(copy, host=pool.tensor), partial(publish, direction), device, direction
+                partial(copy, host=pool.tensors), partial(publish, direction), device, direction
             )
             for direction, copy in ((Direction.SAVE, copier.save), (Direction.LOAD, copier.load))
         }
@@ -71,15 +78,15 @@ class CopyEngine:
         self,
         direction: Direction,
         op_id: int,
-        copy_list: np.ndarray,
+        copies: Copies,
         fence: torch.cuda.Event | None = None,
     ) -> None:
-        """Enqueue a copy that starts after ``fence``; never blocks. An empty list is published too.
+        """Enqueue a copy that starts after ``fence``; never blocks. Empty lists are published too.
 
-        copy_list  [n, 4] int32 (host slot, granule in page, block id, granule in block), now ours
-        op_id      ascends within a direction, gaps allowed
+        copies  now ours
+        op_id   ascends within a direction, gaps allowed
         """
-        self._lanes[direction].submit(_Operation(op_id, copy_list, fence))
+        self._lanes[direction].submit(_Operation(op_id, copies, fence))
 
     def wait(self, direction: Direction, op_id: int, timeout_s: float) -> bool:
         """Wait until all submitted operations up to ``op_id`` are published; False: not in time."""
@@ -108,7 +115,7 @@ class CopyEngine:
 @dataclass(frozen=True, slots=True)
 class _Operation:
     op_id: int
-    copy_list: np.ndarray
+    copies: Copies
     fence: torch.cuda.Event | None
 
 
@@ -117,7 +124,7 @@ class _Lane:
 
     def __init__(
         self,
-        copy: Callable[[np.ndarray], None],
+        copy: Callable[[Copies], None],
         publish: Callable[[int, bool], None],
         device: torch.device,
         direction: Direction,
@@ -204,11 +211,11 @@ class _Lane:
         """Copy and wait for the end. After False, too, nothing of the operation still runs."""
         try:
             if self._stream is None:
-                self._copy(operation.copy_list)
+                self._copy(operation.copies)
             else:
                 self._copy_on_stream(operation, self._stream)
         except Exception:
-            num_granules = len(operation.copy_list)
+            num_granules = sum(map(len, operation.copies))
             logger.exception("Copy %d of %d granules failed", operation.op_id, num_granules)
             self._settle()
             return False
@@ -218,7 +225,7 @@ class _Lane:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             if operation.fence is not None:
                 stream.wait_event(operation.fence)
-            self._copy(operation.copy_list)
+            self._copy(operation.copies)
             end = torch.cuda.Event(blocking=True)  # sleeps instead of spinning on a core
             end.record(stream)
         with self._changed:

@@ -1,8 +1,16 @@
 """Strides of rows in vLLM's blocks; that they are vLLM's own is tested with the page copier."""
 
+from dataclasses import replace
+
 import pytest
 
-from vllm_hicache.device_layout import RowFormat, RowPart, TensorPlacement, device_layers
+from vllm_hicache.device_layout import (
+    LAYOUT_NAMES,
+    RowFormat,
+    RowPart,
+    TensorPlacement,
+    device_layers,
+)
 from vllm_hicache.errors import ConfigError
 
 PLACEMENT = TensorPlacement(layers=(0, 1, 2), num_blocks=5, layer_stride=7000, block_stride=900)
@@ -52,6 +60,31 @@ def test_one_head_has_its_tokens_side_by_side_in_every_layout():
 def test_transposed_keys_must_be_as_wide_as_values():
     with pytest.raises(ConfigError, match="got 32 and 16 bytes"):
         _layers(rows=RowFormat(2, 32, 16, 2, "k_transposed"))
+
+
+@pytest.mark.parametrize("layout_name", ["LBNHC", "BHLNC"])
+def test_layers_of_another_pool_keep_their_place_in_the_tensor(layout_name):
+    whole = _layers(layout_name)
+    placement = replace(PLACEMENT, layers=(None, 4, None))
+    some = device_layers(placement, ROWS, layout_name=layout_name, block_size=4)
+    assert (some.layers, some.indices) == ((4,), (1,))
+    assert replace(some, layers=whole.layers, indices=whole.indices) == whole
+
+
+def test_tensor_without_a_layer_of_the_pool_is_refused():
+    placement = replace(PLACEMENT, layers=(None, None, None))
+    with pytest.raises(ConfigError, match="no layer of the pool"):
+        device_layers(placement, ROWS, layout_name="LBNHC", block_size=4)
+
+
+@pytest.mark.parametrize("layout_name", LAYOUT_NAMES)
+def test_a_state_is_one_opaque_row_whatever_its_padding(layout_name):
+    rows = RowFormat(1, 268_288, 0, 1, "opaque")
+    placement = replace(PLACEMENT, block_stride=278_528)
+    layers = device_layers(placement, rows, layout_name=layout_name, block_size=1)
+    (part,) = layers.parts
+    assert (part.num_elements, part.element_bytes, part.block_stride) == (1, 268_288, 278_528)
+    assert (layers.row_bytes, layers.block_size, layers.whole_blocks) == (268_288, 1, True)
 
 
 def test_unknown_layout_is_refused_with_the_known_ones():

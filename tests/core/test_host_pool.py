@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool():
-    pool = HostPool(8, 4096)
+    pool = HostPool(8, [4096])
     yield pool
     pool.close()
 
@@ -29,14 +29,14 @@ def _resident_shared_bytes():
 
 
 def test_slots_begin_empty_and_one_after_the_other(pool):
-    assert pool.tensor.shape == (8, 4096)
-    assert pool.tensor.is_contiguous()
-    assert not pool.tensor.any()
-    assert pool.tensor.data_ptr() % mmap.PAGESIZE == 0
+    assert pool.tensors[0].shape == (8, 4096)
+    assert pool.tensors[0].is_contiguous()
+    assert not pool.tensors[0].any()
+    assert pool.tensors[0].data_ptr() % mmap.PAGESIZE == 0
 
 
 def test_child_process_shares_the_memory_through_the_inherited_descriptor(pool):
-    pool.tensor[3] = 7
+    pool.tensors[0][3] = 7
     child = (
         "import mmap, sys; memory = mmap.mmap(int(sys.argv[1]), 8 * 4096);"
         "assert memory[3 * 4096 - 1 : 4 * 4096 + 1] == bytes(1) + bytes([7]) * 4096 + bytes(1);"
@@ -44,16 +44,32 @@ def test_child_process_shares_the_memory_through_the_inherited_descriptor(pool):
     )
     command = [sys.executable, "-c", child, str(pool.fd)]
     subprocess.run(command, pass_fds=[pool.fd], check=True)
-    assert pool.tensor[5, 0] == 9
-    assert pool.tensor.sum(dtype=torch.int64) == 7 * 4096 + 9
+    assert pool.tensors[0][5, 0] == 9
+    assert pool.tensors[0].sum(dtype=torch.int64) == 7 * 4096 + 9
+
+
+def test_regions_of_one_memory_begin_at_memory_pages_and_do_not_touch():
+    pool = HostPool(3, [4096, 1000, 8192])
+    assert pool.bases == (0, 12288, 16384)
+    assert pool.num_bytes == 16384 + 3 * 8192 == os.fstat(pool.fd).st_size
+    for i, region in enumerate(pool.tensors):
+        assert region.shape == (3, (4096, 1000, 8192)[i])
+        assert region.is_contiguous()
+        assert region.data_ptr() - pool.tensors[0].data_ptr() == pool.bases[i]
+        region.fill_(i + 1)
+    memory = mmap.mmap(pool.fd, pool.num_bytes)
+    found = bytes([1]) * 12288 + bytes([2]) * 3000 + bytes(1096) + bytes([3]) * 24576
+    assert memory[:] == found
+    memory.close()
+    pool.close()
 
 
 def test_pool_made_in_inference_mode_can_be_written_in_any():
     with torch.inference_mode():
-        pool = HostPool(4, 4096)
-        half = pool.tensor.split(2)[1]
+        pool = HostPool(4, [4096])
+        half = pool.tensors[0].split(2)[1]
     half.view(-1)[::4096].bitwise_or_(3)
-    assert pool.tensor[:, 0].tolist() == [0, 0, 3, 3]
+    assert pool.tensors[0][:, 0].tolist() == [0, 0, 3, 3]
     pool.close()
 
 
@@ -64,9 +80,9 @@ def test_descriptor_is_not_inherited_by_accident(pool):
 
 def test_memory_is_resident_only_where_touched_and_gone_after_close():
     before = _resident_shared_bytes()
-    pool = HostPool(64, 4 * MIB)
+    pool = HostPool(64, [4 * MIB])
     assert _resident_shared_bytes() - before < MIB
-    pool.tensor[10:14] = 1
+    pool.tensors[0][10:14] = 1
     touched = _resident_shared_bytes() - before
     assert 16 * MIB <= touched < 20 * MIB
     pool.close()
@@ -75,19 +91,19 @@ def test_memory_is_resident_only_where_touched_and_gone_after_close():
 
 
 def test_close_releases_the_descriptor_and_may_be_repeated():
-    pool = HostPool(1, 4096)
+    pool = HostPool(1, [4096])
     descriptor = pool.fd
     pool.close()
     pool.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     with pytest.raises(InvariantBroken, match="closed"):
-        _ = pool.tensor
+        _ = pool.tensors
 
 
 def test_view_outlives_the_pool():
-    pool = HostPool(2, 4096)
-    view = pool.tensor[1]
+    pool = HostPool(2, [4096])
+    view = pool.tensors[0][1]
     view.fill_(5)
     pool.close()
     gc.collect()
@@ -97,13 +113,19 @@ def test_view_outlives_the_pool():
 @pytest.mark.parametrize("shape", [(0, 4096), (4, 0), (-1, 4096)])
 def test_pool_without_a_slot_is_refused(shape):
     with pytest.raises(ConfigError, match=f"got {shape[0]} of {shape[1]} bytes"):
-        HostPool(*shape)
+        HostPool(shape[0], [shape[1]])
+
+
+@pytest.mark.parametrize(("strides", "said"), [([], "0"), ([4096, 0], r"4096 \+ 0")])
+def test_pool_without_a_region_or_with_an_empty_one_is_refused(strides, said):
+    with pytest.raises(ConfigError, match=f"got 4 of {said} bytes"):
+        HostPool(4, strides)
 
 
 def test_pool_that_cannot_be_made_leaves_no_descriptor_behind():
     before = os.listdir("/proc/self/fd")
     with pytest.raises((OSError, ValueError, OverflowError)):
-        HostPool(1 << 40, 1 << 22)
+        HostPool(1 << 40, [1 << 22])
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -114,14 +136,14 @@ def test_pool_is_pinned_only_where_there_is_a_device(pool):
 @pytest.mark.gpu
 def test_pinned_pieces_are_seen_by_the_device_and_released(monkeypatch):
     monkeypatch.setattr("vllm_hicache.layout.REGISTRATION_BYTES", 3 * MIB)
-    pool = HostPool(5, 2 * MIB)
+    pool = HostPool(5, [2 * MIB, MIB])
     assert pool.pin()
-    assert all(slot.is_pinned() for slot in pool.tensor)
+    assert all(slot.is_pinned() for region in pool.tensors for slot in region)
     device = torch.arange(2 * MIB, device="cuda").to(torch.uint8)
-    for slot in pool.tensor:
+    for slot in pool.tensors[0]:
         slot.copy_(device, non_blocking=True)
     torch.cuda.synchronize()
-    assert all(torch.equal(slot, device.cpu()) for slot in pool.tensor)
+    assert all(torch.equal(slot, device.cpu()) for slot in pool.tensors[0])
     pool.unpin()
-    assert not any(slot.is_pinned() for slot in pool.tensor)
+    assert not any(slot.is_pinned() for region in pool.tensors for slot in region)
     pool.close()

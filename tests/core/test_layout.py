@@ -60,6 +60,65 @@ def test_without_a_layer_partition_the_stage_is_one_span():
     assert {s.layers for s in layout.shards} == {LayerSpan(7, 20)}
 
 
+def test_objects_of_a_pool_lie_on_the_grid_and_hold_its_layers_only():
+    window = [layer for layer in range(12) if layer % 6 != 5]
+    whole = _layout(
+        layers=LayerSpan(0, 12), total_layers=12, layer_partition=4, members=tuple(window)
+    )
+    assert whole.num_layers == 10
+    assert whole.page_bytes == 10 * 4 * whole.layer_bytes
+    assert [s.layers for s in whole.shards[::4]] == [LayerSpan(i, i + 4) for i in (0, 4, 8)]
+    sizes = [s.length // whole.layer_bytes for s in whole.shards]
+    assert sizes == [4] * 4 + [3] * 4 + [3] * 4
+    offsets = [s.offset // whole.layer_bytes for s in whole.shards[:8]]
+    assert offsets == [0, 10, 20, 30, 4, 14, 24, 34]
+
+
+def test_stages_of_any_size_write_the_same_objects_of_a_pool():
+    fields = {"total_layers": 12, "layer_partition": 2, "head_stop": 2}
+    members = (1, 4, 5, 11)
+    whole = _layout(layers=LayerSpan(0, 12), members=members, **fields)
+    stages = [
+        _layout(
+            layers=LayerSpan(start, start + 4),
+            members=tuple(m for m in members if start <= m < start + 4),
+            **fields,
+        )
+        for start in (0, 4, 8)
+    ]
+    assert [c for stage in stages for c in _cells(stage)] == _cells(whole)
+    lengths = [shard.length for stage in stages for shard in stage.shards]
+    assert lengths == [shard.length for shard in whole.shards]
+    assert _cells(whole) == [(0, 2, 0), (4, 6, 0), (10, 12, 0)]
+
+
+def test_a_pool_of_all_layers_is_the_same_as_one_that_names_none():
+    every = _layout(members=tuple(range(60)))
+    assert every == _layout()
+    assert every.shards == _layout().shards
+
+
+def test_objects_carry_the_digest_of_their_pool():
+    assert {shard.pool for shard in _layout(pool="00c0ffee").shards} == {"00c0ffee"}
+    assert {shard.pool for shard in _layout().own_shards} == {""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"members": (3, 3)}, r"ascend within \[0, 60\), got \(3, 3\)"),
+        ({"members": (4, 3)}, r"got \(4, 3\)"),
+        ({"members": (0, 60)}, r"got \(0, 60\)"),
+        ({"members": (29, 31), "layers": LayerSpan(30, 60)}, r"within \[30, 60\)"),
+        ({"pool": "c0ffee"}, "8 lower-case hex digits, got 'c0ffee'"),
+        ({"pool": "00C0FFEE"}, "got '00C0FFEE'"),
+    ],
+)
+def test_a_pool_of_other_layers_or_of_no_digest_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        _layout(**changes)
+
+
 @st.composite
 def _layouts(draw):
     group = draw(st.integers(1, 3))
@@ -67,6 +126,7 @@ def _layouts(draw):
     step = draw(st.integers(0, 4))
     start = draw(st.integers(0, 3)) * max(step, 1)
     layers = LayerSpan(start, start + draw(st.integers(1, 9)))
+    members = draw(st.sets(st.integers(layers.start, layers.stop - 1)))
     return PageLayout(
         page_size=draw(st.sampled_from([1, 16, 64])),
         layers=layers,
@@ -77,6 +137,8 @@ def _layouts(draw):
         heads_per_group=group,
         row_bytes=draw(st.integers(1, 700)),
         layer_partition=step,
+        members=tuple(sorted(members)),
+        pool=draw(st.sampled_from(["", "0123abcd"])),
     )
 
 
@@ -88,6 +150,9 @@ def test_shards_tile_the_page_and_their_cells_are_distinct(layout):
         end += shard.length
     assert end == layout.page_bytes
     assert len(set(_cells(layout))) == len(layout.shards)
+    for shard in layout.shards:
+        num_members = sum(shard.layers.start <= m < shard.layers.stop for m in layout.members)
+        assert shard.length == num_members * layout.layer_bytes
 
 
 @pytest.mark.parametrize(("num_replicas", "partition"), [(2, 30), (3, 12), (8, 0), (4, 60)])
@@ -104,6 +169,17 @@ def test_replicas_write_every_object_once_between_them(num_replicas, partition):
     assert sum(replica.own_bytes for replica in replicas) == alone.page_bytes
     most, least = (pick(len(r.own_shards) for r in replicas) for pick in (max, min))
     assert most - least <= 1
+
+
+def test_replicas_share_the_objects_of_a_pool_evenly_where_spans_lack_its_layers():
+    latent = {"head_stop": 1, "total_kv_heads": 1, "heads_per_group": 1, "layer_partition": 2}
+    replicas = [
+        _layout(**latent, members=tuple(range(3, 60, 4)), num_replicas=2, replica=r)
+        for r in range(2)
+    ]
+    assert [len(replica.own_shards) for replica in replicas] == [8, 7]
+    written = {shard for replica in replicas for shard in replica.own_shards}
+    assert written == set(replicas[0].shards)
 
 
 def test_a_replica_that_is_none_is_refused():
@@ -156,6 +232,7 @@ def test_every_number_but_the_workers_own_share_is_in_the_digest():
         {"heads_per_group": 1},
         {"row_bytes": 256},
         {"layer_partition": 15},
+        {"pool": "00c0ffee"},
     )
     assert all(_layout(**change).digest_fields() != fields for change in changes)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hicache.device_layout import RowFormat, TensorPlacement, device_layers
+from vllm_hicache.device_layout import DeviceGroup, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_pool import HostPool
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
 from vllm_hicache.layout import LayerSpan, PageLayout
 from vllm_hicache.tiers import Direction
 from vllm_hicache.transfer import CopyEngine
@@ -20,12 +20,12 @@ SAVE, LOAD = Direction.SAVE, Direction.LOAD
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUT = PageLayout(4, LayerSpan(0, 2), 2, 0, 2, 2, 2, 32, 0)  # 4 tokens, 2 layers, 2 heads
 NUM_BLOCKS = 6
-NOTHING = np.zeros((0, 4), dtype=np.int32)
-OUT_OF_RANGE = np.array([[0, 0, NUM_BLOCKS, 0]], dtype=np.int32)
+NOTHING = (np.zeros((0, 4), dtype=np.int32),)
+OUT_OF_RANGE = (np.array([[0, 0, NUM_BLOCKS, 0]], dtype=np.int32),)
 
 
 def _copy(slot, block):
-    return np.array([[slot, 0, block, 0]], dtype=np.int32)
+    return (np.array([[slot, 0, block, 0]], dtype=np.int32),)
 
 
 class Gate:
@@ -40,17 +40,17 @@ class Gate:
     def open(self, times=1):
         self._permits.release(times)
 
-    def save(self, copy_list, host):
-        self._pass(self._copier.save, copy_list, host)
+    def save(self, copies, host):
+        self._pass(self._copier.save, copies, host)
 
-    def load(self, copy_list, host):
-        self._pass(self._copier.load, copy_list, host)
+    def load(self, copies, host):
+        self._pass(self._copier.load, copies, host)
 
-    def _pass(self, copy, copy_list, host):
+    def _pass(self, copy, copies, host):
         self.threads.add(threading.current_thread().name)
-        self.started.put(copy_list)
+        self.started.put(copies)
         assert self._permits.acquire(timeout=10)
-        copy(copy_list, host)
+        copy(copies, host)
 
 
 class Rig:
@@ -63,10 +63,11 @@ class Rig:
         rows = RowFormat(2, 16, 16, 2)
         layers = device_layers(placement, rows, layout_name="LBNHC", block_size=4)
         self.kv = torch.arange(2 * NUM_BLOCKS * block, device=device).to(torch.uint8)
-        self.pool = HostPool(4, LAYOUT.slot_stride)
+        self.pool = HostPool(4, [LAYOUT.slot_stride])
         self.pool.pin()
         self.published = []
-        copier = PageCopier(self.kv, [layers], LAYOUT, 4)
+        group = DeviceGroup(0, 4, (layers,))
+        copier = PoolsCopier([PageCopier(self.kv, [group], LAYOUT)])
         self.gate = Gate(copier) if gated else None
         self.engine = CopyEngine(
             self.gate or copier,
@@ -80,7 +81,7 @@ class Rig:
         return self.kv.view(2, NUM_BLOCKS, -1)[:, block].flatten().cpu()
 
     def slot(self, slot):
-        return self.pool.tensor[slot, : LAYOUT.page_bytes]
+        return self.pool.tensors[0][slot, : LAYOUT.page_bytes]
 
 
 @pytest.fixture
@@ -113,6 +114,39 @@ def test_saved_pages_come_back_and_are_published_in_order(make_rig, device):
     assert rig.engine.wait(LOAD, 0, 10)
     assert torch.equal(rig.page(4), pages[5])
     assert not rig.page(5).any()
+
+
+class Recorder:
+    """A copier that only remembers what it was given."""
+
+    def __init__(self):
+        self.given = []
+
+    def save(self, copies, host):
+        self.given.append((copies, host))
+
+    def load(self, copies, host):
+        raise OSError("told to fail")
+
+
+def test_copier_gets_the_lists_of_all_groups_and_the_regions_of_all_pools(caplog):
+    pool, copier, published = HostPool(2, [4096, 8192]), Recorder(), []
+    engine = CopyEngine(
+        copier,
+        pool,
+        publish=lambda *outcome: published.append(outcome),
+        device=torch.device("cpu"),
+    )
+    copies = (*_copy(0, 1), *_copy(1, 2), *NOTHING)
+    engine.submit(SAVE, 0, copies)
+    engine.submit(LOAD, 0, copies)
+    assert engine.close(10)
+    ((lists, regions),) = copier.given
+    assert lists is copies
+    assert [region.data_ptr() for region in regions] == [t.data_ptr() for t in pool.tensors]
+    assert sorted(published, key=str) == [(LOAD, 0, False), (SAVE, 0, True)]
+    assert "Copy 0 of 2 granules failed" in caplog.text
+    pool.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -248,7 +282,7 @@ def test_save_waits_for_its_fence_and_sees_what_was_written_before_it(make_rig):
 @pytest.mark.gpu
 def test_current_stream_waits_for_a_load_without_the_caller_waiting(make_rig):
     rig = make_rig("cuda")
-    rig.pool.tensor.fill_(55)
+    rig.pool.tensors[0].fill_(55)
     torch.cuda._sleep(400_000_000)
     rig.engine.submit(LOAD, 0, _copy(2, 3), rig.engine.fence())
     assert rig.engine.make_current_stream_wait(0, 10)

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from vllm_hicache.device_layout import (
     LAYOUT_NAMES,
+    DeviceGroup,
     RowFormat,
     TensorPlacement,
     device_layers,
 )
 from vllm_hicache.errors import ConfigError, InvariantBroken
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
 from vllm_hicache.layout import LayerSpan, PageLayout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -60,6 +61,20 @@ class Case:
         block = np.asarray(block_ids)[tokens // self.block_size]
         columns = (slot, in_page // granule, block, in_block // granule)
         return np.stack(columns, axis=1).astype(np.int32)
+
+
+class Copier:
+    """A worker with one KV cache group and one pool."""
+
+    def __init__(self, raw, layers, layout, block_size, **options):
+        group = DeviceGroup(0, block_size, tuple(layers))
+        self._pools = PoolsCopier([PageCopier(raw, [group], layout, **options)])
+
+    def save(self, copies, host):
+        self._pools.save((copies,), (host,))
+
+    def load(self, copies, host):
+        self._pools.load((copies,), (host,))
 
 
 def _logical(case, seed=1):
@@ -115,7 +130,7 @@ class Buffer:
             kernel_block_size=case.kernel_block_size,
         )
         storage = self.raw.to(device)
-        return storage, PageCopier(storage, [layers], case.layout, case.block_size, **options)
+        return storage, Copier(storage, [layers], case.layout, case.block_size, **options)
 
 
 def _dense_buffer(case):
@@ -342,7 +357,7 @@ def test_layers_may_lie_in_several_tensors_in_any_order():
         )
         for places, first in (((2, 0), 0), ((3, 1), 2))
     ]
-    copier = PageCopier(buffer.raw, halves, case.layout, case.block_size)
+    copier = Copier(buffer.raw, halves, case.layout, case.block_size)
     host = torch.zeros((1, case.layout.slot_stride), dtype=torch.uint8)
     copier.save(case.copies([0], [7, 3]), host)
     expected = _oracle(case, _logical(case)[[1, 3, 0, 2]], [7, 3])
@@ -400,7 +415,7 @@ def _cpu_kernel_pages(dtype, head_size, block_size, isa, page_size=64):
         layout_name="LBHNC",
         block_size=block_size,
     )
-    copier = PageCopier(raw, [layers], case.layout, block_size)
+    copier = Copier(raw, [layers], case.layout, block_size)
     num_pages = num_tokens // page_size
     host = torch.zeros((num_pages, case.layout.slot_stride), dtype=torch.uint8)
     copies = case.copies(range(num_pages), range(1, case.num_blocks))
@@ -432,7 +447,7 @@ def test_opaque_blocks_travel_whole():
     buffer.write(_logical(case))
     rows = RowFormat(case.num_heads, case.k_bytes, case.v_bytes, 2, "opaque")
     layers = device_layers(buffer.placement, rows, layout_name="LBHNC", block_size=4)
-    copier = PageCopier(buffer.raw, [layers], case.layout, 4)
+    copier = Copier(buffer.raw, [layers], case.layout, 4)
     host = torch.zeros((1, case.layout.slot_stride), dtype=torch.uint8)
     before = buffer.raw.clone()
     copier.save(case.copies([0], [3, 6]), host)
@@ -440,7 +455,7 @@ def test_opaque_blocks_travel_whole():
     copier.load(case.copies([0], [3, 6]), host)
     assert torch.equal(buffer.raw, before)
     with pytest.raises(ConfigError, match="multiple of the block size 4, got 2"):
-        PageCopier(buffer.raw, [layers], replace(case, page_size=2).layout, 4)
+        Copier(buffer.raw, [layers], replace(case, page_size=2).layout, 4)
 
 
 def test_empty_list_copies_nothing():
@@ -481,4 +496,4 @@ def test_buffer_of_another_shape_than_the_page_is_refused(changes, message):
         buffer.placement, RowFormat(2, 16, 16, 2), layout_name="LBHNC", block_size=4
     )
     with pytest.raises(ConfigError, match=message):
-        PageCopier(buffer.raw, [layers], other.layout, other.block_size)
+        Copier(buffer.raw, [layers], other.layout, other.block_size)

@@ -13,10 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hicache.device_layout import LAYOUT_NAMES, RowFormat, TensorPlacement, device_layers
+from vllm_hicache.device_layout import (
+    LAYOUT_NAMES,
+    DeviceGroup,
+    RowFormat,
+    TensorPlacement,
+    device_layers,
+)
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Fleet, Grid, coarsest_grid, even_stage_starts
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
 from vllm_hicache.keys import shard_name
 from vllm_hicache.layout import LayerSpan, PageLayout
 
@@ -158,7 +164,8 @@ class Worker:
         )
         rows = RowFormat(layout.num_heads, attention.k_bytes, attention.v_bytes, 1)
         layers = device_layers(placement, rows, layout_name=topology.layout_name, block_size=block)
-        self.copier = PageCopier(raw, [layers], layout, block)
+        group = DeviceGroup(0, block, (layers,))
+        self.copier = PoolsCopier([PageCopier(raw, [group], layout)])
         self.host = torch.zeros((NUM_PAGES, layout.slot_stride), dtype=torch.uint8)
         granule = min(PAGE, block)
         tokens = np.arange(0, NUM_PAGES * PAGE, granule)
@@ -179,7 +186,7 @@ class Worker:
         view = self._by_token()
         view[: len(kv)] = torch.from_numpy(self.share_of(kv).copy())
         self._set_blocks(view)
-        self.copier.save(self.copies, self.host)
+        self.copier.save((self.copies,), (self.host,))
         return {name: memory.tobytes() for name, memory in self._objects()}
 
     def forget(self) -> None:
@@ -191,7 +198,7 @@ class Worker:
         """[tokens, layers, heads, row bytes] in the blocks after loading all pages."""
         for name, memory in self._objects():
             memory[:] = np.frombuffer(objects[name], np.uint8)
-        self.copier.load(self.copies, self.host)
+        self.copier.load((self.copies,), (self.host,))
         return self._by_token()[: NUM_PAGES * PAGE].numpy()
 
     def _objects(self) -> Iterator[tuple[str, np.ndarray]]:
