@@ -23,17 +23,22 @@ from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from vllm_hicache.keys import shard_name
+from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.storage import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
     MAX_RECORDS,
+    FetchOutcome,
     KeepsRecords,
     ObjectRead,
     ObjectWrite,
     ReadOutcome,
+    ShardObject,
     StorageBackend,
     WriteOutcome,
 )
+from vllm_hicache.storage_backends.envelope import CheckedStorage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,13 +46,26 @@ if TYPE_CHECKING:
 
 NAMESPACE = "hc1-0123456789abcdef"
 OTHER_NAMESPACE = "hc1-fedcba9876543210"
+POOLS = ("", "00000001", "89abcdef")
+"""The first pool of a model, and others."""
 
 _MIB = 1024 * 1024
 
 
-def object_name(number: int, namespace: str = NAMESPACE) -> str:
-    """Name of the object that stands for a number."""
-    return f"{hashlib.sha256(str(number).encode()).hexdigest()}_{namespace}_L0-8_H0"
+def object_name(number: int, namespace: str = NAMESPACE, pool: str = "") -> str:
+    """Name of the object that stands for a number, in the first pool or in another one."""
+    return shard_name(_page_hash(number), namespace, Shard(LayerSpan(0, 8), 0, 0, 0, pool))
+
+
+def _page_hash(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def shard_object(number: int, num_bytes: int, pool: str = "") -> ShardObject:
+    """The same with all that its header must say; its payload is zeros and may be written to."""
+    shard = Shard(LayerSpan(0, 8), 0, 0, num_bytes, pool)
+    page_hash, payload = _page_hash(number), memoryview(bytearray(num_bytes))
+    return ShardObject(object_name(number, NAMESPACE, pool), NAMESPACE, page_hash, shard, payload)
 
 
 def object_write(number: int, num_bytes: int, namespace: str = NAMESPACE) -> ObjectWrite:
@@ -228,6 +246,46 @@ class StorageBackendTests(ABC):
             assert await backend.clear(NAMESPACE) == 0
             assert not any(await backend.contains([object_name(n) for n in range(100)]))
             await assert_reads_back(backend, kept)
+
+    async def test_objects_of_all_pools_of_a_page_are_kept_apart_and_cleared_together(
+        self, tmp_path: Path
+    ) -> None:
+        async with self.opened(tmp_path) as backend:
+            names = [object_name(n, NAMESPACE, pool) for n in range(3) for pool in POOLS]
+            writes = [
+                ObjectWrite(name, whole.header, whole.payload)
+                for number, name in enumerate(names)
+                for whole in [object_write(number, 1000 + number)]
+            ]
+            kept = object_write(1, 10, OTHER_NAMESPACE)
+            assert await backend.write([*writes, kept]) == [WriteOutcome.STORED] * 10
+        async with self.opened(tmp_path) as backend:
+            assert await backend.contains(names) == [True] * 9
+            await assert_reads_back(backend, *writes)
+            assert await backend.delete([names[4]]) == 1
+            assert await backend.contains(names) == [number != 4 for number in range(9)]
+            assert await backend.clear(NAMESPACE) == 8
+            assert await backend.contains(names) == [False] * 9
+            await assert_reads_back(backend, kept)
+
+    async def test_object_under_the_name_of_another_pool_is_corrupt_and_removed(
+        self, tmp_path: Path
+    ) -> None:
+        backend = self.open_for_test(tmp_path)
+        storage = CheckedStorage(backend)
+        await storage.open()
+        try:
+            items = [shard_object(1, 1000, pool) for pool in POOLS]
+            assert await storage.persist(items[:1]) == [WriteOutcome.STORED]
+            whole = object_read(1, 1000)
+            assert await backend.read([whole]) == [ReadOutcome.OK]
+            renamed = [ObjectWrite(i.name, whole.header, whole.payload) for i in items[1:]]
+            assert await backend.write(renamed) == [WriteOutcome.STORED] * 2
+            outcomes = await storage.fetch(items)
+            assert outcomes == [FetchOutcome.OK, FetchOutcome.CORRUPT, FetchOutcome.CORRUPT]
+            assert await storage.exists([i.name for i in items]) == [True, False, False]
+        finally:
+            await storage.close()
 
     async def test_records_are_kept_renewed_and_cleared_with_their_namespace(
         self, tmp_path: Path

@@ -67,6 +67,7 @@ class ObjectHeader:
     layer_start: int
     layer_stop: int
     head_group: int
+    pool: str  # 8 hex digits; "" for the first one
     payload_bytes: int
     checksum: bytes  # 32 bytes; XXH3-128 fills 16 (big-endian, canonical) and leaves zeros
 
@@ -80,7 +81,7 @@ def decode_header(header: bytes | memoryview) -> ObjectHeader:
     raw = bytes(header[:HEADER_BYTES])
     if len(raw) < HEADER_BYTES or raw[:8] != MAGIC:
         raise CorruptShard(f"not an object: {len(raw)} bytes that begin with {raw[:8]!r}")
-    _, version, _, kind, _, namespace, page_hash, start, stop, group, _, length = (
+    _, version, _, kind, _, namespace, page_hash, start, stop, group, pool, length = (
         _FIELDS.unpack_from(raw)
     )
     return ObjectHeader(
@@ -91,6 +92,7 @@ def decode_header(header: bytes | memoryview) -> ObjectHeader:
         layer_start=start,
         layer_stop=stop,
         head_group=group,
+        pool=f"{pool:08x}" if pool else "",
         payload_bytes=length,
         checksum=raw[_CHECKSUM_OFFSET:],
     )
@@ -137,7 +139,7 @@ class HeaderCodec:
                 item.shard.layers.start,
                 item.shard.layers.stop,
                 item.shard.head_group,
-                0,
+                int(item.shard.pool or "0", 16),
                 item.payload.nbytes,
             )
             + _PADDING
@@ -307,6 +309,7 @@ def _what_is_wrong(item: ShardObject, outcome: ReadOutcome, header: memoryview) 
         "layer_start": shard.layers.start,
         "layer_stop": shard.layers.stop,
         "head_group": shard.head_group,
+        "pool": shard.pool,
         "payload_bytes": item.payload.nbytes,
     }
     wrong = [name for name, value in expected.items() if getattr(found, name) != value]

@@ -17,7 +17,10 @@ NUM_FOLDERS = 4096
 """Folders named by the first three hex digits of the page hash. At 10 million objects each holds
 2,400 (listed in 5 ms); fewer folders make listing under the lock slow, more cost inodes."""
 
-_OBJECT = r"[0-9a-f]{64}_(?P<namespace>[A-Za-z0-9]+-[0-9a-f]+)_L[0-9]+-[0-9]+(?:_H[0-9]+)?"
+_OBJECT = (
+    r"[0-9a-f]{64}_(?P<namespace>[A-Za-z0-9]+-[0-9a-f]+)_L[0-9]+-[0-9]+"
+    r"(?:_H[0-9]+(?:_P[0-9a-f]{8})?)?"
+)
 _IS_OBJECT = re.compile(_OBJECT).fullmatch
 _IS_TEMPORARY = re.compile(
     rf"\.{_OBJECT}\.(?P<boot>[0-9a-f]{{32}})-(?P<pid_namespace>[0-9]+)-(?P<pid>[0-9]+)"
@@ -51,6 +54,8 @@ def is_object(name: str) -> bool:
 
     >>> is_object("ab" * 32 + "_hc1-0123456789abcdef_L0-8_H0"), is_object("README")
     (True, False)
+    >>> is_object("ab" * 32 + "_hc1-0123456789abcdef_L0-8_H0_P89abcdef")
+    True
     """
     return _IS_OBJECT(name) is not None
 

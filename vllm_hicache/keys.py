@@ -1,7 +1,7 @@
 """Names of stored objects: a key names which bytes, never who wrote them.
 
 ``{page hash}_{namespace digest}_L{start}-{stop}_H{head group}``: layers absolute and half-open,
-head groups counted over the whole model.
+head groups counted over the whole model; ``_P{pool}`` follows where the pool is not the first.
 """
 
 import re
@@ -17,7 +17,12 @@ PAGE_HASH_BYTES = 32
 FORMAT_VERSION = 1
 """Of stored objects, in their header and in the namespace: two versions never share a name."""
 _NUMBER = "(0|[1-9][0-9]*)"
-_NAME = re.compile(rf"([0-9a-f]{{64}})_(hc1-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER}_H{_NUMBER}")
+NO_POOL = "0" * 8
+"""What no pool may be called: the header of an object of the first pool has zeros there."""
+_IS_POOL = re.compile("[0-9a-f]{8}").fullmatch
+_NAME = re.compile(
+    rf"([0-9a-f]{{64}})_(hc1-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER}_H{_NUMBER}(?:_P([0-9a-f]{{8}}))?"
+)
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,14 +73,25 @@ class ShardName(NamedTuple):
     namespace: str
     layers: LayerSpan
     head_group: int
+    pool: str = ""
 
 
 def shard_name(page_hash: bytes, namespace: str, shard: Shard) -> str:
     """Name of the object that holds ``shard`` of the page; ``namespace`` is a digest."""
     if len(page_hash) != PAGE_HASH_BYTES:
         raise InvariantBroken(f"a page hash has {PAGE_HASH_BYTES} bytes, got {len(page_hash)}")
+    return page_hash.hex() + shard_ending(namespace, shard)
+
+
+def shard_ending(namespace: str, shard: Shard) -> str:
+    """What a name says after the page hash: the same for ``shard`` of every page."""
     span = shard.layers
-    return f"{page_hash.hex()}_{namespace}_L{span.start}-{span.stop}_H{shard.head_group}"
+    ending = f"_{namespace}_L{span.start}-{span.stop}_H{shard.head_group}"
+    if not shard.pool:
+        return ending
+    if not _IS_POOL(shard.pool) or shard.pool == NO_POOL:
+        raise InvariantBroken(f"a pool has 8 hex digits that are not all 0, got {shard.pool!r}")
+    return f"{ending}_P{shard.pool}"
 
 
 def parse_shard_name(name: str) -> ShardName | None:
@@ -83,8 +99,9 @@ def parse_shard_name(name: str) -> ShardName | None:
     found = _NAME.fullmatch(name)
     if found is None:
         return None
-    page_hash, namespace, *numbers = found.groups()
+    page_hash, namespace, *numbers, pool = found.groups()
     start, stop, head_group = map(int, numbers)
-    if start >= stop:
+    if start >= stop or pool == NO_POOL:
         return None
-    return ShardName(bytes.fromhex(page_hash), namespace, LayerSpan(start, stop), head_group)
+    layers = LayerSpan(start, stop)
+    return ShardName(bytes.fromhex(page_hash), namespace, layers, head_group, pool or "")

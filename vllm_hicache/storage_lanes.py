@@ -26,7 +26,8 @@ class Operation(ABC):
     def __init__(self, op: int, breaker: Breaker) -> None:
         self.op = op
         self.breaker = breaker
-        self.calls: dict[_Call, None] = {}
+        self.calls: dict[_Call, int] = {}  # that run, with their numbers from 0 on
+        self.num_started = 0
         self.num_stalled = 0
         self.is_settled = False
         self._has_reported_failure = False
@@ -38,6 +39,10 @@ class Operation(ABC):
     @abstractmethod
     def take_result(self, result: Any) -> None:
         """What a call returned, in order of completion; may come after the settlement."""
+
+    def is_answer(self, result: Any) -> bool:
+        """Whether a result shows that the storage works; False where it was not asked."""
+        return True
 
     @abstractmethod
     def stop(self, reason: Any) -> None:
@@ -116,7 +121,8 @@ class _Call:
                 logger.error("A storage call failed unexpectedly", exc_info=error)
             self.fail(error)
         else:
-            breaker.end(self._is_probe and not self._has_failed, True)
+            is_answer = self.operation.is_answer(task.result())
+            breaker.end(self._is_probe and not self._has_failed, True if is_answer else None)
             self.operation.take_result(task.result())
         self.operation.call_ended()
 
@@ -182,7 +188,9 @@ class Lane:
         if work is None:
             return False
         call = _Call(self, operation, work)
-        self._calls[call] = operation.calls[call] = None
+        self._calls[call] = None
+        operation.calls[call] = operation.num_started
+        operation.num_started += 1
         return True
 
     def stalled(self, call: _Call) -> None:

@@ -31,6 +31,7 @@ class WorldAnswer:
     progress: list[int] = field(default_factory=list)
     settled: list[str | None] = field(default_factory=list)
     released: set[int] = field(default_factory=set)
+    parts: dict[int, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.progress = [0] * self.world_size
@@ -56,6 +57,21 @@ class WorldAnswer:
         """The reason of the worker that fell shortest."""
         shortest = self.progress.index(min(self.progress))
         return self.settled[shortest] or "cancelled"
+
+    def note_parts(self, worker_id: int, parts: bytes) -> None:
+        """What the worker's leading pages have besides what is required; its first word counts."""
+        if parts:
+            self.parts.setdefault(worker_id, parts)
+
+    def agreed_parts(self, num_pages: int) -> list[int]:
+        """For each of so many leading pages, what it has on every worker. Of which a worker has
+        said nothing counts as absent."""
+        if len(self.parts) < self.world_size:
+            return [0] * num_pages
+        common = -1
+        for parts in self.parts.values():
+            common &= int.from_bytes(parts[:num_pages], "little")
+        return list(common.to_bytes(num_pages, "little"))
 
     def advance(self, worker_id: int, pages: int) -> bool:
         """Note progress; False after the worker's final number, which nothing changes."""

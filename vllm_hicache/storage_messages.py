@@ -55,11 +55,17 @@ def unpack_slots(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // SLOT_BYTES}i", packed))
 
 
-def _check_pages(hashes: bytes, slots: bytes | None = None) -> None:
+def _check_pages(hashes: bytes, slots: bytes | None = None, parts: bytes = b"") -> None:
     if not hashes or len(hashes) % HASH_BYTES:
         raise ValueError(f"hashes must be n > 0 times {HASH_BYTES} bytes, got {len(hashes)}")
     if slots is not None and len(slots) * HASH_BYTES != len(hashes) * SLOT_BYTES:
         raise ValueError(f"{len(hashes) // HASH_BYTES} hashes with {len(slots)} bytes of slots")
+    _check_parts(len(hashes) // HASH_BYTES, parts)
+
+
+def _check_parts(num_pages: int, parts: bytes) -> None:
+    if parts and len(parts) != num_pages:
+        raise ValueError(f"{num_pages} pages with the parts of {len(parts)}")
 
 
 # Scheduler -> storage process ---------------------------------------------------------------
@@ -86,7 +92,9 @@ class Exists(_Message, frozen=True, tag=True):
 class Fetch(_Message, frozen=True, tag=True):
     """Read page i into host slot i of ``slots``.
 
-    Answered by any number of ``FetchProgress``, one ``FetchSettled`` and one ``FetchReleased``.
+    ``parts`` has one byte for each page: the mask of what to read besides the required sections;
+    b"" is nothing besides. What may be zero and is not in it is filled with zeros. Answered by any
+    number of ``FetchProgress``, one ``FetchSettled`` and one ``FetchReleased``.
     """
 
     op: int
@@ -94,22 +102,27 @@ class Fetch(_Message, frozen=True, tag=True):
     hashes: bytes
     slots: bytes
     deadline_s: float
+    parts: bytes = b""
 
     def __post_init__(self) -> None:
-        _check_pages(self.hashes, self.slots)
+        _check_pages(self.hashes, self.slots, self.parts)
 
 
 class Persist(_Message, frozen=True, tag=True):
-    """Store page i from host slot i: one ``PersistDone``, then one ``PersistReleased``."""
+    """Store page i from host slot i: one ``PersistDone``, then one ``PersistReleased``.
+
+    ``parts`` has one byte for each page: the mask of what to write besides the required sections.
+    """
 
     op: int
     namespace: str
     hashes: bytes
     slots: bytes
     deadline_s: float
+    parts: bytes = b""
 
     def __post_init__(self) -> None:
-        _check_pages(self.hashes, self.slots)
+        _check_pages(self.hashes, self.slots, self.parts)
 
 
 class Cancel(_Message, frozen=True, tag=True):
@@ -184,8 +197,10 @@ class Hello(_Message, frozen=True, tag=True):
 
 
 class ExistsResult(_Message, frozen=True, tag=True):
-    """``num_leading`` pages are there for certain.
+    """Of ``num_leading`` pages all required sections are there for certain.
 
+    ``parts`` has one byte for each of them: the mask of what is there besides, completely or with
+    nothing of it on this worker; b"" where no page ever has more than is required.
     ``ok``: the page after them is certainly absent (or there is none). Otherwise ``reason`` says
     why the question stayed open; that is never a sign of absence.
     """
@@ -194,6 +209,10 @@ class ExistsResult(_Message, frozen=True, tag=True):
     num_leading: int
     ok: bool
     reason: ExistsReason = ""
+    parts: bytes = b""
+
+    def __post_init__(self) -> None:
+        _check_parts(self.num_leading, self.parts)
 
 
 class FetchProgress(_Message, frozen=True, tag=True):
@@ -220,7 +239,8 @@ class FetchReleased(_Message, frozen=True, tag=True):
 class PersistDone(_Message, frozen=True, tag=True):
     """``num_stored + num_existing + num_dropped`` is the number of pages of the persist.
 
-    A page counts as stored or existing only when all shards of this worker are in storage.
+    A page counts as stored or existing only when all that this worker was to write of it is in
+    storage.
     ``reason`` is that of the first drop, or "complete".
     """
 
@@ -229,6 +249,8 @@ class PersistDone(_Message, frozen=True, tag=True):
     num_existing: int
     num_dropped: int
     reason: PersistReason
+    num_bytes: int = 0
+    """Of all objects that were written."""
 
 
 class PersistReleased(_Message, frozen=True, tag=True):

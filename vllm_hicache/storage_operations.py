@@ -4,15 +4,16 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 from vllm_hicache.errors import BackendError
-from vllm_hicache.keys import shard_name
-from vllm_hicache.layout import Shard
+from vllm_hicache.host_pages import HostPages
 from vllm_hicache.storage import FetchOutcome, ShardObject, WriteOutcome
 from vllm_hicache.storage_breaker import Breaker
 from vllm_hicache.storage_lanes import Operation
 from vllm_hicache.storage_messages import (
+    HASH_BYTES,
     Event,
     Exists,
     ExistsReason,
@@ -48,50 +49,6 @@ class VerifiedStorage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostPages:
-    """The host pool as this process sees it: the shards of every host slot."""
-
-    pool: memoryview  # [num_slots * slot_stride] uint8, shared with the worker
-    slot_stride: int
-    num_slots: int
-    shards: tuple[Shard, ...]
-    own_shards: tuple[Shard, ...]
-    """Those that this worker writes; its replicas write the others."""
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of one page that this worker writes."""
-        return sum(shard.length for shard in self.own_shards)
-
-    def objects(self, namespace: str, page_hash: bytes, host_slot: int) -> list[ShardObject]:
-        """The stored objects of one page, over the bytes of ``host_slot``."""
-        return self._objects(self.shards, namespace, page_hash, host_slot)
-
-    def own_objects(self, namespace: str, page_hash: bytes, host_slot: int) -> list[ShardObject]:
-        """Those of them that this worker writes."""
-        return self._objects(self.own_shards, namespace, page_hash, host_slot)
-
-    def _objects(
-        self, shards: Sequence[Shard], namespace: str, page_hash: bytes, host_slot: int
-    ) -> list[ShardObject]:
-        base = host_slot * self.slot_stride
-        return [
-            ShardObject(
-                name=shard_name(page_hash, namespace, shard),
-                namespace=namespace,
-                page_hash=page_hash,
-                shard=shard,
-                payload=self.pool[base + shard.offset : base + shard.offset + shard.length],
-            )
-            for shard in shards
-        ]
-
-    def names(self, namespace: str, page_hashes: Sequence[bytes]) -> list[str]:
-        """Names of all shards of some pages, page by page."""
-        return [shard_name(h, namespace, shard) for h in page_hashes for shard in self.shards]
-
-
-@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What every operation is given."""
 
@@ -102,6 +59,8 @@ class Surroundings:
     """Called once, when the operation is settled and no call of it runs."""
     changed: Callable[[], None]
     """Called when an operation has settled."""
+    zeroed: Callable[[], None]
+    """Called when a page got zeros in place of what it was fetched without."""
 
 
 class _StorageOperation(Operation):
@@ -149,36 +108,42 @@ class ExistsOperation(_StorageOperation):
 
     def __init__(self, message: Exists, around: Surroundings, breaker: Breaker) -> None:
         super().__init__(message, around, breaker)
-        self._num_leading = 0
+        self._parts = bytearray()  # of the leading pages
         self._piece = FIRST_EXISTS_PAGES
 
-    def next_call(self) -> Coroutine[Any, Any, int] | None:
+    @property
+    def _num_leading(self) -> int:
+        return len(self._parts)
+
+    def next_call(self) -> Coroutine[Any, Any, bytes] | None:
         if self.calls:
             return None
         hashes = self._hashes[self._num_leading : self._num_leading + self._piece]
-        return self._count_leading(hashes)
+        return self._find_leading(hashes)
 
-    async def _count_leading(self, hashes: list[bytes]) -> int:
+    async def _find_leading(self, hashes: list[bytes]) -> bytes:
         pages = self._around.pages
         found = await self._around.storage.exists(pages.names(self._namespace, hashes))
-        width = len(pages.shards)
-        whole = [all(found[i * width : (i + 1) * width]) for i in range(len(hashes))]
-        return whole.index(False) if False in whole else len(hashes)
+        return pages.leading_parts(found)
 
-    def take_result(self, result: int) -> None:
+    def take_result(self, result: bytes) -> None:
         if self.is_settled:
             return
         asked = min(self._piece, len(self._hashes) - self._num_leading)
-        self._num_leading += result
+        self._parts += result
         self._piece = min(self._piece * 8, MAX_EXISTS_PAGES)
-        if result < asked or self._num_leading == len(self._hashes):
-            self._settle(ExistsResult(self.op, self._num_leading, ok=True))
+        if len(result) < asked or self._num_leading == len(self._hashes):
+            self._settle(self._answer(ok=True))
+
+    def _answer(self, *, ok: bool, reason: ExistsReason = "") -> ExistsResult:
+        parts = bytes(self._parts) if self._around.pages.all_parts else b""
+        return ExistsResult(self.op, self._num_leading, ok, reason, parts)
 
     def _pass_deadline(self) -> None:
         """Answer; a call goes on until it stalls, for it tells a slow storage from a dead one.
         Unless a dead one counts as failed, every request of an outage waits for its question."""
         if not self.is_settled:
-            self._settle(ExistsResult(self.op, self._num_leading, ok=False, reason="deadline"))
+            self._settle(self._answer(ok=False, reason="deadline"))
         self.fail_stalled_calls(_NO_ANSWER, "deadline")
         self.retire_if_quiet()
 
@@ -189,7 +154,7 @@ class ExistsOperation(_StorageOperation):
 
     def stop(self, reason: ExistsReason) -> None:
         if not self.is_settled:
-            self._settle(ExistsResult(self.op, self._num_leading, ok=False, reason=reason))
+            self._settle(self._answer(ok=False, reason=reason))
             self.cancel_calls()
             self.retire_if_quiet()
 
@@ -204,6 +169,7 @@ class FetchOperation(_StorageOperation):
     def __init__(self, message: Fetch, around: Surroundings, breaker: Breaker) -> None:
         super().__init__(message, around, breaker)
         self._slots = unpack_slots(message.slots)
+        self._parts = message.parts or bytes(len(self._hashes))
         self._next = 0
         self._stop = len(self._hashes)  # pages from here on are of no use
         self._lost = len(self._hashes)  # the first whose call failed
@@ -211,26 +177,35 @@ class FetchOperation(_StorageOperation):
         self._num_leading = 0
         self._is_progress_due = False
 
-    def next_call(self) -> Coroutine[Any, Any, tuple[int, FetchOutcome]] | None:
+    def next_call(self) -> Coroutine[Any, Any, tuple[int, FetchOutcome | None]] | None:
         if self._next >= self._stop:
             return None
         self._next += 1
         return self._read(self._next - 1)
 
-    async def _read(self, page: int) -> tuple[int, FetchOutcome]:
-        items = self._around.pages.objects(self._namespace, self._hashes[page], self._slots[page])
+    async def _read(self, page: int) -> tuple[int, FetchOutcome | None]:
+        """What became of the page; None where there was nothing to read."""
+        pages, slot, parts = self._around.pages, self._slots[page], self._parts[page]
+        items = pages.objects(self._namespace, self._hashes[page], slot, parts)
         try:
-            outcomes = await self._around.storage.fetch(items)
+            outcomes = await self._around.storage.fetch(items) if items else []
         except BackendError:
             self._lost = min(self._lost, page)
             raise
         bad = [outcome for outcome in outcomes if outcome is not FetchOutcome.OK]
         if FetchOutcome.CORRUPT in bad:
             return page, FetchOutcome.CORRUPT
-        return page, bad[0] if bad else FetchOutcome.OK
+        if bad:
+            return page, bad[0]
+        if pages.zero(slot, parts):
+            self._around.zeroed()
+        return page, FetchOutcome.OK if items else None
 
-    def take_result(self, result: tuple[int, FetchOutcome]) -> None:
-        page, outcome = result
+    def is_answer(self, result: tuple[int, FetchOutcome | None]) -> bool:
+        return result[1] is not None
+
+    def take_result(self, result: tuple[int, FetchOutcome | None]) -> None:
+        page, outcome = result[0], result[1] or FetchOutcome.OK
         if self.is_settled:
             return
         self._early[page] = outcome
@@ -280,6 +255,12 @@ class FetchOperation(_StorageOperation):
         self._around.send(FetchReleased(self.op))
 
 
+def page_bytes(message: Persist, pages: HostPages) -> list[int]:
+    """Bytes that this worker writes of each page."""
+    sizes = {parts: pages.written_bytes(parts) for parts in {0, *message.parts}}
+    return [sizes[parts] for parts in message.parts or bytes(len(message.hashes) // HASH_BYTES)]
+
+
 class PersistOperation(_StorageOperation):
     """Writes pages in order, several at a time. Bytes count as backlog until written or dropped."""
 
@@ -292,41 +273,60 @@ class PersistOperation(_StorageOperation):
     ) -> None:
         super().__init__(message, around, breaker)
         self._slots = unpack_slots(message.slots)
+        self._parts = message.parts or bytes(len(self._hashes))
+        # Bytes of all pages before each one.
+        self._offsets = [0, *accumulate(page_bytes(message, around.pages))]
         self._next = 0
         self._stop = num_admitted
         self._num_stored = 0
         self._num_existing = 0
+        self._num_bytes = 0
         self._reason: PersistReason = "complete"
         if num_admitted < len(self._hashes):
             self._reason = "backlog"
         self._settle_if_finished()
 
     @property
-    def num_pages_held(self) -> int:
-        """Pages that are queued or being written."""
-        return (0 if self.is_settled else self._stop - self._next) + len(self.calls)
+    def bytes_held(self) -> int:
+        """Bytes of pages that are queued or being written."""
+        offsets = self._offsets
+        queued = 0 if self.is_settled else offsets[self._stop] - offsets[self._next]
+        return queued + sum(offsets[page + 1] - offsets[page] for page in self.calls.values())
 
-    def next_call(self) -> Coroutine[Any, Any, WriteOutcome] | None:
+    def next_call(self) -> Coroutine[Any, Any, WriteOutcome | None] | None:
         if self._next >= self._stop:
             return None
         self._next += 1
         return self._write(self._next - 1)
 
-    async def _write(self, page: int) -> WriteOutcome:
+    async def _write(self, page: int) -> WriteOutcome | None:
+        """What became of the page; None where this worker writes nothing of it."""
         pages = self._around.pages
-        items = pages.own_objects(self._namespace, self._hashes[page], self._slots[page])
-        outcomes = await self._around.storage.persist(items) if items else []
+        items = pages.own_objects(
+            self._namespace, self._hashes[page], self._slots[page], self._parts[page]
+        )
+        if not items:
+            return None
+        outcomes = await self._around.storage.persist(items)
+        self._num_bytes += sum(
+            item.payload.nbytes
+            for item, outcome in zip(items, outcomes, strict=True)
+            if outcome is WriteOutcome.STORED
+        )
         for outcome in (WriteOutcome.FULL, WriteOutcome.STORED):
             if outcome in outcomes:
                 return outcome
         return WriteOutcome.EXISTS
 
-    def take_result(self, result: WriteOutcome) -> None:
+    def is_answer(self, result: WriteOutcome | None) -> bool:
+        return result is not None
+
+    def take_result(self, result: WriteOutcome | None) -> None:
         if self.is_settled:
             return
         if result is WriteOutcome.STORED:
             self._num_stored += 1
-        elif result is WriteOutcome.EXISTS:
+        elif result in (WriteOutcome.EXISTS, None):
             self._num_existing += 1
         else:
             self.stop("full")
@@ -354,7 +354,14 @@ class PersistOperation(_StorageOperation):
 
     def _finish(self) -> None:
         dropped = len(self._hashes) - self._num_stored - self._num_existing
-        done = PersistDone(self.op, self._num_stored, self._num_existing, dropped, self._reason)
+        done = PersistDone(
+            self.op,
+            self._num_stored,
+            self._num_existing,
+            dropped,
+            self._reason,
+            self._num_bytes,
+        )
         self._settle(done)
 
     def _release(self) -> None:

@@ -18,8 +18,8 @@ from typing import NoReturn
 import msgspec
 
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.host_pages import HostPages
 from vllm_hicache.storage_lifeline import leave, report_to
-from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
 from vllm_hicache.storage_server import StorageServer
 from vllm_hicache.storage_switch import ServedStorage, checked_storage
@@ -81,13 +81,12 @@ def _set_up_logging(worker_id: int) -> None:
 
 def _map_pool(launch: Launch) -> HostPages:
     config = launch.config
-    needed = config.num_slots * config.slot_stride
+    needed = config.arena_bytes
     size = os.fstat(launch.pool_fd).st_size
     if size < needed:
         raise ConfigError(f"the host pool must have {needed} bytes or more, got {size}")
     pool = memoryview(mmap.mmap(launch.pool_fd, needed))
-    own = config.shards if config.own_shards is None else config.own_shards
-    return HostPages(pool, config.slot_stride, config.num_slots, config.shards, own)
+    return HostPages(pool, config.num_slots, config.sections, config.all_parts)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 from vllm_hicache.errors import BackendError, ConfigError
+from vllm_hicache.host_pages import HostPages
 from vllm_hicache.masking import mask_url
 from vllm_hicache.storage_address import tune_connection
 from vllm_hicache.storage_breaker import TELL_EVERY_S
@@ -37,7 +38,6 @@ from vllm_hicache.storage_messages import (
     encode_frame,
 )
 from vllm_hicache.storage_neighbours import Neighbours
-from vllm_hicache.storage_operations import HostPages
 from vllm_hicache.storage_process_config import EXIT_CONFIG, EXIT_HUNG, Launch, Report
 from vllm_hicache.storage_switch import ServedStorage, Switch
 from vllm_hicache.storage_table import OperationTable
@@ -303,7 +303,7 @@ class StorageServer:
                 self._current.send(Stats(counters))
 
     def _counters(self) -> dict[str, float]:
-        return {**self._storage.stats(), **self._table.gauges()}
+        return {**self._storage.stats(), **self._table.counters(), **self._table.gauges()}
 
     def _leave_if_hung(self) -> None:
         age_s = max(self._table.oldest_running_s(), self._storage.oldest_running_s())

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import accumulate
 
+from vllm_hicache.host_pages import HostPages
 from vllm_hicache.storage_breaker import Breaker
 from vllm_hicache.storage_lanes import Lane, Operation
 from vllm_hicache.storage_messages import (
-    SLOT_BYTES,
     Ask,
     Attach,
     Cancel,
@@ -24,10 +25,10 @@ from vllm_hicache.storage_messages import (
 from vllm_hicache.storage_operations import (
     ExistsOperation,
     FetchOperation,
-    HostPages,
     PersistOperation,
     Surroundings,
     VerifiedStorage,
+    page_bytes,
 )
 from vllm_hicache.storage_process_config import StorageProcessConfig
 
@@ -72,7 +73,10 @@ class OperationTable:
         self._drain_tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._send: Callable[[Event], None] | None = None
-        self._around = Surroundings(storage, pages, self._tell, self._retire, self._note_change)
+        self._num_zeroed = 0
+        self._around = Surroundings(
+            storage, pages, self._tell, self._retire, self._note_change, self._note_zeroed
+        )
         self.is_open = False
         """Whether the storage has been opened; until then everything is unavailable."""
 
@@ -136,12 +140,15 @@ class OperationTable:
     @property
     def backlog_bytes(self) -> int:
         """Bytes of pages that are queued or being written."""
-        held = sum(persist.num_pages_held for persist in self._persists.values())
-        return held * self._pages.written_bytes
+        return sum(persist.bytes_held for persist in self._persists.values())
 
     def oldest_running_s(self) -> float:
         """Age of the oldest running storage call in seconds, 0.0 without one."""
         return max(lane.oldest_running_s() for lane in self._lanes)
+
+    def counters(self) -> dict[str, float]:
+        """Totals since construction, by the names of the metrics."""
+        return {"zeroed_pages": float(self._num_zeroed)}
 
     def gauges(self) -> dict[str, float]:
         """Current levels, by the names of the metrics."""
@@ -174,6 +181,9 @@ class OperationTable:
             raise ProtocolError(
                 f"host slots [{min(slots)}, {max(slots)}], but there are {self._pages.num_slots}"
             )
+        if any(parts & ~self._pages.all_parts for parts in set(command.parts)):
+            known, asked = self._pages.all_parts, max(command.parts)
+            raise ProtocolError(f"parts up to {asked:#x}, but there are {known:#x}")
 
     def _is_refused(self, breaker: Breaker) -> bool:
         # While a probe runs, newcomers are refused too: waiting for it is waiting for a maybe.
@@ -214,15 +224,18 @@ class OperationTable:
     def _num_admitted(self, command: Persist) -> int:
         """Leading pages that fit into the backlog; one page fits into an empty one."""
         backlog_bytes = self.backlog_bytes
-        room = (self._backlog_limit - backlog_bytes) // max(1, self._pages.written_bytes)
-        if not backlog_bytes:
-            room = max(room, 1)
-        return max(0, min(room, len(command.slots) // SLOT_BYTES))
+        ends = accumulate(page_bytes(command, self._pages), initial=backlog_bytes)
+        next(ends)
+        num_fitting = sum(end <= self._backlog_limit for end in ends)
+        return num_fitting if backlog_bytes else max(num_fitting, 1)
 
     def _retire(self, operation: Operation) -> None:
         self._reads.pop(operation.op, None)
         self._persists.pop(operation.op, None)
         self._note_change()
+
+    def _note_zeroed(self) -> None:
+        self._num_zeroed += 1
 
     def _note_change(self) -> None:
         """Wake who waits for a state, and start calls in the next turn of the loop."""
@@ -240,4 +253,4 @@ class OperationTable:
 
 def _pages_at_once(num_objects: int, pages: HostPages) -> int:
     """Pages whose shards keep a backend busy that works on so many objects at a time."""
-    return max(MIN_PAGES_AT_ONCE, num_objects // len(pages.shards))
+    return max(MIN_PAGES_AT_ONCE, num_objects // max(1, pages.num_required))

@@ -6,8 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hicache.errors import ConfigError, InvariantBroken
-from vllm_hicache.keys import FORMAT_VERSION, Namespace, ShardName, parse_shard_name, shard_name
+from vllm_hicache.keys import (
+    FORMAT_VERSION,
+    Namespace,
+    ShardName,
+    parse_shard_name,
+    shard_ending,
+    shard_name,
+)
 from vllm_hicache.layout import LayerSpan, Shard
+from vllm_hicache.storage_backends.file_names import namespace_of
 
 FIELDS = {
     "format_version": 1,
@@ -77,11 +85,26 @@ def test_name_has_the_documented_form():
     start=st.integers(0, 10_000),
     num_layers=st.integers(1, 10_000),
     head_group=st.integers(0, 10_000),
+    pool=st.just("") | st.integers(1, 2**32 - 1).map("{:08x}".format),
 )
-def test_name_tells_back_what_made_it(page_hash, digest, start, num_layers, head_group):
+def test_name_tells_back_what_made_it(page_hash, digest, start, num_layers, head_group, pool):
     span, namespace = LayerSpan(start, start + num_layers), f"hc1-{digest.hex()}"
-    name = shard_name(page_hash, namespace, Shard(span, head_group, 0, 1))
-    assert parse_shard_name(name) == ShardName(page_hash, namespace, span, head_group)
+    name = shard_name(page_hash, namespace, Shard(span, head_group, 0, 1, pool))
+    assert parse_shard_name(name) == ShardName(page_hash, namespace, span, head_group, pool)
+    assert namespace_of(name) == namespace
+
+
+def test_the_name_of_another_pool_than_the_first_ends_with_it():
+    shard = Shard(LayerSpan(30, 60), 3, 0, 1, "89abcdef")
+    name = shard_name(b"\xab" * 32, "hc1-0123456789abcdef", shard)
+    assert name == "ab" * 32 + "_hc1-0123456789abcdef_L30-60_H3_P89abcdef"
+    assert name == "ab" * 32 + shard_ending("hc1-0123456789abcdef", shard)
+
+
+@pytest.mark.parametrize("pool", ["0" * 8, "1", "89ABCDEF", "89abcdefa", "89abcdeg", "_9abcdef"])
+def test_a_pool_that_no_header_can_hold_breaks_an_invariant(pool):
+    with pytest.raises(InvariantBroken, match="8 hex digits"):
+        shard_name(b"x" * 32, "hc1-0123456789abcdef", Shard(LayerSpan(0, 1), 0, 0, 1, pool))
 
 
 GOOD = "ab" * 32 + "_hc1-0123456789abcdef_L30-60_H3"
@@ -102,6 +125,13 @@ GOOD = "ab" * 32 + "_hc1-0123456789abcdef_L30-60_H3"
         GOOD.replace("L30", "L60"),
         GOOD.replace("H3", "H\u0663"),
         GOOD[2:],
+        GOOD + "_P",
+        GOOD + "_P" + "0" * 8,
+        GOOD + "_P89abcde",
+        GOOD + "_P89abcdef0",
+        GOOD + "_P89ABCDEF",
+        GOOD.replace("_H3", "_P89abcdef"),
+        GOOD.replace("_H3", "_P89abcdef_H3"),
     ],
 )
 def test_foreign_name_is_not_understood(name):

@@ -15,7 +15,9 @@ COMMANDS = [
     messages.Attach("token"),
     messages.Exists(1, "hc1-0123", HASHES, 0.05),
     messages.Fetch(2, "hc1-0123", HASHES, SLOTS, 1.5),
+    messages.Fetch(2, "hc1-0123", HASHES, SLOTS, 1.5, b"\x00\x03\xff"),
     messages.Persist(3, "hc1-0123", HASHES, SLOTS, 30.0),
+    messages.Persist(3, "hc1-0123", HASHES, SLOTS, 30.0, b"\x01\x00\x80"),
     messages.Cancel(2),
     messages.Drain(5.0),
     messages.Ask("token"),
@@ -26,6 +28,7 @@ EVENTS = [
     messages.Hello(3, 1, 4711, 1, messages.StorageTimes(0.05, 10.0, 5.0)),
     messages.ExistsResult(1, 2, True),
     messages.ExistsResult(1, 0, False, "deadline"),
+    messages.ExistsResult(1, 2, True, parts=b"\x00\xff"),
     messages.FetchProgress(2, 1),
     messages.FetchSettled(2, 3, "complete"),
     messages.FetchReleased(2),
@@ -74,6 +77,29 @@ def test_a_slot_is_needed_for_every_page():
         messages.Fetch(1, "n", HASHES, SLOTS[:8], 1.0)
 
 
+@pytest.mark.parametrize("message", [messages.Fetch, messages.Persist])
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_parts_are_needed_for_every_page_or_for_none(message, num_parts):
+    with pytest.raises(ValueError, match=f"3 pages with the parts of {num_parts}"):
+        message(1, "n", HASHES, SLOTS, 1.0, bytes(num_parts))
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_parts_of_more_or_fewer_pages_than_are_there_are_refused(num_parts):
+    with pytest.raises(ValueError, match=f"2 pages with the parts of {num_parts}"):
+        messages.ExistsResult(1, 2, True, parts=bytes(num_parts))
+    frame = _frame(msgspec.msgpack.encode(["ExistsResult", 1, 2, True, "", bytes(num_parts)]))
+    with pytest.raises(ProtocolError, match="2 pages with the parts"):
+        messages.event_reader().feed(frame)
+
+
+def test_messages_without_parts_are_those_of_a_release_without_them():
+    body = msgspec.msgpack.encode(["ExistsResult", 1, 2, True, ""])
+    assert messages.event_reader().feed(_frame(body)) == [messages.ExistsResult(1, 2, True)]
+    body = msgspec.msgpack.encode(["Fetch", 2, "n", HASHES, SLOTS, 1.5])
+    assert messages.command_reader().feed(_frame(body))[0].parts == b""
+
+
 def _frame(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
 
@@ -88,9 +114,22 @@ def _frame(body: bytes) -> bytes:
         _frame(msgspec.msgpack.encode(["Cancel", "one"])),
         _frame(msgspec.msgpack.encode(["Cancel"])),
         _frame(msgspec.msgpack.encode(["Exists", 1, "n", b"short", 0.1])),
+        _frame(msgspec.msgpack.encode(["Fetch", 1, "n", HASHES, SLOTS, 0.1, b"12"])),
+        _frame(msgspec.msgpack.encode(["Persist", 1, "n", HASHES, SLOTS, 0.1, b"1234"])),
         messages.encode_frame(messages.Drained()),
     ],
-    ids=["huge", "empty", "no msgpack", "unknown", "type", "too few", "bad pages", "direction"],
+    ids=[
+        "huge",
+        "empty",
+        "no msgpack",
+        "unknown",
+        "type",
+        "too few",
+        "bad pages",
+        "few parts",
+        "many parts",
+        "direction",
+    ],
 )
 def test_what_is_no_command_is_a_protocol_error(frame):
     with pytest.raises(ProtocolError):

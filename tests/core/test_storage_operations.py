@@ -275,7 +275,7 @@ async def test_persist_counts_stored_and_existing_pages(desk):
     await desk.stored(3)
     desk.persist(1, range(5))
     assert await desk.wait_for(PersistReleased(1)) == [
-        PersistDone(1, 2, 3, 0, "complete"),
+        PersistDone(1, 2, 3, 0, "complete", 2 * PAGE_BYTES),
         PersistReleased(1),
     ]
     assert len(desk.memory.objects) == 5 * NUM_SHARDS
@@ -286,7 +286,7 @@ async def test_a_page_of_which_one_shard_existed_counts_as_stored(desk):
     del desk.memory.objects[next(iter(desk.memory.objects))]
     desk.persist(1, range(1))
     answers = await desk.wait_for(PersistReleased(1))
-    assert answers[0] == PersistDone(1, 1, 0, 0, "complete")
+    assert answers[0] == PersistDone(1, 1, 0, 0, "complete", 4096)
 
 
 async def test_a_full_storage_drops_the_rest(make_desk):
@@ -307,22 +307,22 @@ async def test_beyond_the_backlog_pages_are_dropped(make_desk):
     assert desk.table.gauges()["write_backlog_bytes"] == 4 * PAGE_BYTES
     desk.faults.faults = ()
     await desk.wait_for(PersistReleased(1))
-    await desk.wait_for(PersistDone(2, 1, 0, 2, "backlog"))
+    await desk.wait_for(PersistDone(2, 1, 0, 2, "backlog", PAGE_BYTES))
     assert desk.table.gauges()["write_backlog_bytes"] == 0
     desk.persist(4, range(3, 6))
-    await desk.wait_for(PersistDone(4, 2, 1, 0, "complete"))
+    await desk.wait_for(PersistDone(4, 2, 1, 0, "complete", 2 * PAGE_BYTES))
 
 
 async def test_a_backlog_below_one_page_still_lets_one_page_through(make_desk):
     desk = make_desk(write_backlog_bytes=1)
     desk.persist(1, range(3))
-    await desk.wait_for(PersistDone(1, 1, 0, 2, "backlog"))
+    await desk.wait_for(PersistDone(1, 1, 0, 2, "backlog", PAGE_BYTES))
 
 
 async def test_a_persist_at_its_deadline_is_done_and_released_when_its_writes_end(desk):
     desk.faults.faults = (Fault(operation="write", name=desk.name_of(1), hangs=True),)
     desk.persist(1, range(3), deadline_s=0.1)
-    await desk.wait_for(PersistDone(1, 2, 0, 1, "deadline"))
+    await desk.wait_for(PersistDone(1, 2, 0, 1, "deadline", 2 * PAGE_BYTES))
     await asyncio.sleep(0.03)
     assert PersistReleased(1) not in desk.answers
     assert desk.table.backlog_bytes == PAGE_BYTES

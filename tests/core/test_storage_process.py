@@ -12,6 +12,7 @@ import pytest
 
 from vllm_hicache import storage_messages as messages
 from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.storage_address import StorageAddress
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp, StorageChannels
 from vllm_hicache.storage_messages import (
@@ -22,9 +23,12 @@ from vllm_hicache.storage_messages import (
     PersistDone,
     Stats,
 )
+from vllm_hicache.storage_process_config import Section
 from vllm_hicache.testing import Fault
 
 pytestmark = pytest.mark.services
+
+PAGE_BYTES = 8096
 
 # Birth ------------------------------------------------------------------------------------------
 
@@ -128,11 +132,58 @@ def test_stopping_before_the_start_closes_what_it_holds(new_engine):
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_pages_go_to_storage_and_come_back_into_other_slots(make_engine, host):
     engine = make_engine(host=host)
-    assert engine.persisted(1, range(20)) == PersistDone(1, 20, 0, 0, "complete")
+    done = PersistDone(1, 20, 0, 0, "complete", 20 * PAGE_BYTES)
+    assert engine.persisted(1, range(20)) == done
     engine.exists(2, range(25))
     assert engine.wait_for(ExistsResult) == ExistsResult(2, 20, True)
     assert engine.fetched(3, range(25)) == FetchSettled(3, 20, "missing")
     assert [engine.page(32 + i) for i in range(20)] == [engine.page(i) for i in range(20)]
+
+
+REGION = 64 * 4096
+FULL, WINDOW, DRAFT = (
+    Section(number * REGION, 4096, (shard,), (shard,), **options)
+    for number, (pool, options) in enumerate(
+        {"": {}, "0000000a": {"bit": 0}, "0000000b": {"bit": 1, "may_be_zero": True}}.items()
+    )
+    for shard in [Shard(LayerSpan(0, 2), 0, 0, 3000 + number, pool)]
+)
+
+
+def test_parts_of_pages_go_to_storage_and_come_back_into_their_regions(make_engine, wait_until):
+    engine = make_engine(sections=(FULL, WINDOW, DRAFT), all_parts=7)
+    stored = [3, 1, 2, 0, 7]
+    done = engine.persisted(1, range(5), parts=stored)
+    assert done == PersistDone(1, 5, 0, 0, "complete", 5 * 3000 + 3 * 3001 + 3 * 3002)
+    names = sorted(path.name[64:] for path in (engine.folder / "store").rglob("0*_hc1-*"))
+    ending = "_hc1-0123456789abcdef_L0-2_H0"
+    pools = [""] * 5 + ["_P0000000a"] * 3 + ["_P0000000b"] * 3
+    assert names == [ending + pool for pool in pools]
+    engine.exists(2, range(9))
+    found = bytes([7, 5, 6, 4, 7])  # nothing of the third is on this worker
+    assert engine.wait_for(ExistsResult) == ExistsResult(2, 5, True, "", found)
+    assert engine.fetched(3, range(5), parts=[3] * 5) == FetchSettled(3, 1, "missing")
+    before = bytes(engine.pool)
+    asked = [2, 1, 2, 4, 1]
+    assert engine.fetched(4, range(5), parts=asked) == FetchSettled(4, 5, "complete")
+    for page, parts in enumerate(asked):
+        for one in (FULL, WINDOW, DRAFT):
+            here, there = (one.base + slot * 4096 for slot in (32 + page, page))
+            length = one.shards[0].length
+            left = bytes(length) if one.may_be_zero else before[here : here + length]
+            expected = before[there : there + length] if one.is_in(parts) else left
+            assert engine.pool[here : here + length] == expected
+    wait_until(lambda: engine.wait_for(Stats).counters["zeroed_pages"] == 3)
+
+
+def test_parts_that_no_pool_has_close_the_channel_and_touch_nothing(engine):
+    engine.persisted(1, range(2))
+    before = bytes(engine.pool)
+    engine.fetch(2, range(2), parts=[0, 1])
+    engine.wait_for(ChannelDown())
+    engine.wait_for(ChannelUp(1))
+    assert engine.pool[:] == before
+    assert engine.fetched(3, range(2)) == FetchSettled(3, 2, "complete")
 
 
 def test_statistics_come_by_themselves_and_add_up(engine, wait_until):
@@ -189,7 +240,7 @@ def test_drain_is_answered_after_the_persists(engine):
     engine.persist(1, range(8))
     engine.send(messages.Drain(5.0))
     engine.wait_for(messages.Drained())
-    assert any(event == PersistDone(1, 8, 0, 0, "complete") for event in engine.seen)
+    assert PersistDone(1, 8, 0, 0, "complete", 8 * PAGE_BYTES) in engine.seen
 
 
 # Connections ------------------------------------------------------------------------------------

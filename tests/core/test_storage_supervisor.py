@@ -201,7 +201,7 @@ from vllm_hicache.storage_process_config import StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 config = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=StorageProcessConfig)
 pool = os.memfd_create("pool")
-os.truncate(pool, config.num_slots * config.slot_stride)
+os.truncate(pool, config.arena_bytes)
 process = StorageProcess(config, pool)
 print(process.start(), process.pid, flush=True)
 if len(sys.argv) > 2 and os.fork() == 0:  # holds the lifeline's write end open

@@ -24,6 +24,7 @@ from vllm_hicache.testing import Fault
 
 NUM_SHARDS = 2
 NUM_SLOTS = 64
+PAGE_BYTES = 8096
 
 
 # Breaker ----------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ async def test_while_the_read_breaker_is_open_reads_are_refused_at_once(make_des
     assert desk.of(11) == [ExistsResult(11, 0, False, "unavailable")]
     assert desk.memory.stats()["objects_read"] == num_read
     desk.persist(12, range(4, 6))
-    await desk.wait_for(PersistDone(12, 2, 0, 0, "complete"))
+    await desk.wait_for(PersistDone(12, 2, 0, 0, "complete", 2 * PAGE_BYTES))
 
 
 async def test_the_write_breaker_drops_persists_and_lets_reads_pass(make_desk):
@@ -274,7 +275,8 @@ async def test_drain_finishes_persists_and_refuses_new_reads_meanwhile(desk):
     async with asyncio.timeout(5):
         while Drained() not in desk.answers:
             await asyncio.sleep(0.002)
-    assert desk.answers.index(Drained()) > desk.answers.index(PersistDone(1, 4, 0, 0, "complete"))
+    done = PersistDone(1, 4, 0, 0, "complete", 4 * PAGE_BYTES)
+    assert desk.answers.index(Drained()) > desk.answers.index(done)
     assert (await desk.fetched(4, range(2))).reason == "complete"
 
 

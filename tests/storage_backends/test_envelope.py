@@ -47,6 +47,12 @@ def payload_of(number: int, num_bytes: int) -> bytes:
     return (hashlib.sha256(b"%d" % number).digest() * -(-num_bytes // 32))[:num_bytes]
 
 
+def of_pool(item: ShardObject, pool: str) -> ShardObject:
+    """The same bytes as an object of another pool."""
+    shard = replace(item.shard, pool=pool)
+    return replace(item, name=shard_name(item.page_hash, NAMESPACE, shard), shard=shard)
+
+
 @asynccontextmanager
 async def opened(root: Path, integrity_key: bytes | None = None):
     storage = CheckedStorage(FileBackend(root), integrity_key=integrity_key)
@@ -174,8 +180,9 @@ async def test_corrupt_object_is_a_miss_and_is_removed_and_counted(tmp_path, key
         {"shard": Shard(LayerSpan(9, 16), 3, 0, 100)},
         {"shard": Shard(LayerSpan(8, 17), 3, 0, 100)},
         {"shard": Shard(LayerSpan(8, 16), 4, 0, 100)},
+        {"shard": Shard(LayerSpan(8, 16), 3, 0, 100, "89abcdef")},
     ],
-    ids=["namespace", "page_hash", "layer_start", "layer_stop", "head_group"],
+    ids=["namespace", "page_hash", "layer_start", "layer_stop", "head_group", "pool"],
 )
 async def test_object_that_says_to_be_another_is_corrupt(tmp_path, change):
     async with opened(tmp_path) as storage:
@@ -295,6 +302,37 @@ def test_header_lies_as_the_format_document_says():
     assert header[4064:] == checksum + bytes(16)
 
 
+def test_header_of_another_pool_than_the_first_holds_its_digits_as_a_number():
+    first = item_of(1, payload_of(1, 100))
+    shard = replace(first.shard, pool="89abcdef")
+    header = HeaderCodec().encode(replace(first, shard=shard))
+    assert struct.unpack("<4I", header[88:104]) == (8, 16, 3, 0x89ABCDEF)
+    assert header[:100] == HeaderCodec().encode(first)[:100]
+    assert header[104:4064] == HeaderCodec().encode(first)[104:4064]
+    assert (decode_header(header).pool, decode_header(HeaderCodec().encode(first)).pool) == (
+        "89abcdef",
+        "",
+    )
+
+
+async def test_an_object_under_the_name_of_another_pool_is_corrupt_and_the_log_says_so(
+    tmp_path, key, caplog
+):
+    first = item_of(1, payload_of(1, 100))
+    items = [first, *(of_pool(first, pool) for pool in ("00000001", "89abcdef"))]
+    async with opened(tmp_path, key) as storage:
+        fetched = [replace(item, payload=memoryview(bytearray(100))) for item in items]
+        await storage.persist(items)
+        assert await storage.fetch(fetched) == [FetchOutcome.OK] * 3
+        folder = tmp_path / first.name[:3]
+        shutil.copy(folder / items[1].name, folder / items[0].name)
+        shutil.copy(folder / items[1].name, folder / items[2].name)
+        outcomes = await storage.fetch(fetched)
+        assert outcomes == [FetchOutcome.CORRUPT, FetchOutcome.OK, FetchOutcome.CORRUPT]
+        assert await storage.exists([item.name for item in items]) == [False, True, False]
+    assert caplog.text.count("wrong pool") == 2
+
+
 def test_keyed_checksum_lies_as_the_format_document_says():
     item = item_of(1, payload_of(1, 100))
     header = HeaderCodec(KEY).encode(item)
@@ -310,7 +348,7 @@ def test_decoded_header_says_what_was_encoded():
     assert (found.format_version, found.checksum_kind) == (1, CHECKSUM_XXH3_128)
     assert (found.namespace, found.page_hash) == (NAMESPACE, item.page_hash)
     assert (found.layer_start, found.layer_stop, found.head_group) == (8, 16, 3)
-    assert found.payload_bytes == 100
+    assert (found.pool, found.payload_bytes) == ("", 100)
 
 
 @pytest.mark.parametrize("raw", [b"", b"HICACHE\0", bytes(HEADER_BYTES)])

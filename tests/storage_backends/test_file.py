@@ -94,6 +94,13 @@ async def test_leftovers_of_a_dead_writer_are_removed_at_open(tmp_path):
         assert backend.stats()["used_bytes_now"] == 0
 
 
+def test_temporary_file_of_an_object_of_another_pool_is_known():
+    name = file_names.temporary_name(object_name(1, pool="89abcdef"), _current())
+    assert file_names.is_temporary(name)
+    assert not file_names.is_leftover(name, 0, _current())
+    assert not file_names.is_temporary(name.replace("_H0", ""))
+
+
 async def test_temporary_file_of_a_live_writer_stays_at_open(tmp_path):
     folder = tmp_path / "000"
     folder.mkdir()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,25 @@ async def test_oldest_objects_are_evicted_first(tmp_path):
             await backend.write([small_object(100 + step)])
             present = await backend.contains([object_name(n) for n in reversed(order)])
             assert present == [False] * (step + 1) + [True] * (9 - step)
+
+
+async def test_objects_of_all_pools_count_and_are_evicted_alike(tmp_path):
+    pools = ("", "00000001", "89abcdef")
+    writes = [
+        replace(small_object(n), name=object_name(n, pool=pool)) for n in range(4) for pool in pools
+    ]
+    async with opened(tmp_path, capacity_bytes=12 * OBJECT) as backend:
+        for age, write in enumerate(writes):
+            await backend.write([write])
+            os.utime(tmp_path / write.name[:3] / write.name, ns=(0, 10**18 + age))
+        assert backend.stats()["used_bytes_now"] == 12 * OBJECT
+    (tmp_path / FILE_NAME).unlink()
+    async with opened(tmp_path, capacity_bytes=12 * OBJECT) as backend:
+        assert backend.stats()["used_bytes_now"] == 12 * OBJECT
+        await backend.write([small_object(100 + n) for n in range(5)])
+        present = await backend.contains([write.name for write in writes])
+        assert present == [False] * 5 + [True] * 7
+        assert bytes_used(tmp_path) == 12 * OBJECT
 
 
 async def test_reading_an_object_makes_it_young(tmp_path):
