@@ -34,14 +34,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_hicache.checked_calls import watch
 from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.connectors.messages import ReportMetadata, WorkerHello
+from vllm_hicache.connectors.messages import PageRows, ReportMetadata, WorkerHello
 from vllm_hicache.connectors.worker_side import WorkerSide
 from vllm_hicache.host_pool import HostPool
 from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.plan import CopyOp, Direction, StepPlan
 from vllm_hicache.progress_board import ProgressBoard
 from vllm_hicache.rank_events import EventRecorder, pack_batch
-from vllm_hicache.storage_process_config import StorageProcessConfig
+from vllm_hicache.storage_process_config import Section, StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,16 +161,20 @@ class SilentWorkers:
             WorkerHello(
                 worker_id=rank,
                 num_slots=num_slots,
-                page_size=options.page_size,
                 page_bytes=PAGE_BYTES,
-                written_bytes=PAGE_BYTES,
+                bytes_per_token=(PAGE_BYTES // options.page_size,),
                 layout_digest=1,
-                token_packing="rows",
-                k_row_bytes=8,
-                v_row_bytes=8,
-                total_kv_heads=options.num_workers,
-                heads_per_group=1,
-                layer_partition=1,
+                rows=PageRows(
+                    kind="full_attention",
+                    reach=0,
+                    page_size=options.page_size,
+                    token_packing="rows",
+                    k_row_bytes=8,
+                    v_row_bytes=8,
+                    total_kv_heads=options.num_workers,
+                    heads_per_group=1,
+                    layer_partition=1,
+                ),
                 storage_address=addresses[rank],
                 board_path=board.path,
                 board_token=board.token,
@@ -179,13 +183,13 @@ class SilentWorkers:
         ]
 
     def _start_storage(self, rank: int, num_slots: int, config: HiCacheConfig) -> str:
-        pool = HostPool(num_slots, PAGE_BYTES)
+        pool = HostPool(num_slots, [PAGE_BYTES])
+        shards = (Shard(LayerSpan(0, 1), rank, 0, PAGE_BYTES),)
         process = StorageProcess(
             StorageProcessConfig(
                 worker_id=rank,
                 num_slots=num_slots,
-                slot_stride=PAGE_BYTES,
-                shards=(Shard(LayerSpan(0, 1), rank, 0, PAGE_BYTES),),
+                sections=(Section(0, PAGE_BYTES, shards, shards),),
                 storage=config.storage,
             ),
             pool.fd,

@@ -42,6 +42,7 @@ def check(planner: Planner, *, is_idle: bool, num_held_blocks: int) -> None:
 def _pins(planner: Planner) -> Counter[HostPage]:
     """Pins that running operations and waiting requests account for, by page."""
     pins: Counter[HostPage] = Counter(planner.pins.pinned_pages())
+    pins.update(planner.saves.pinned_pages())
     for load in planner.loads.running():
         pins.update(load.pages)
     if planner.persists is not None:
@@ -136,11 +137,14 @@ def _block_findings(planner: Planner, num_held_blocks: int) -> Iterator[str]:
 
 def _load_findings(planner: Planner) -> Iterator[str]:
     """Rule 4: what a load brings lies between the local hit and the last token."""
-    granule = min(planner.options.page_size, planner.options.block_size)
+    group = planner.options.kv_groups[0]
+    granule = min(planner.options.page_size, group.block_size)
     for load in planner.loads.running():
         span = f"[{load.first_token}, {load.last_token})"
         if not 0 <= load.first_token < load.last_token < load.state.tokens.num_tokens:
             yield f"a load of tokens {span} for {load.state.tokens.num_tokens} tokens"
+        if group.bit is not None:
+            continue
         if len(load.copies) * granule != load.num_tokens:
             yield f"a load of tokens {span} has {len(load.copies)} copies of {granule} tokens"
         if {page.slot for page in load.pages} != set(load.copies[:, 0].tolist()):

@@ -77,7 +77,7 @@ class HiCacheConfig:
 
     config_file: str | None
     host_memory: HostMemory
-    page_size: int
+    page_size: int | None
     write_policy: str
     save_after_uses: int
     admission: str
@@ -86,6 +86,7 @@ class HiCacheConfig:
     load_mode: str
     sync_load_max_ms: float
     skip_slow_loads: bool
+    draft_miss: str
     defer_max_blocks: int
     weights_id: str | None
     fixed_weights: bool

@@ -7,7 +7,7 @@ from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.request_state import TokenSource
 from vllm_hicache.storage_link import WorldAnswer
 
-NOT_BEGUN = ("recompute_faster", "tenant_limit")
+NOT_BEGUN = ("recompute_faster", "tenant_limit", "missing_pool")
 """Why pages that storage has were not fetched, as the ledger calls it."""
 
 
@@ -43,6 +43,12 @@ class Fetch:
     """Pages of this fetch that are in host, pinned while a request waits for them."""
     found: list[bytes] = field(default_factory=list)
     """Leading pages that storage has on every worker, once it has answered."""
+    max_tokens: int = 0
+    """The longest prefix that the first request could use."""
+    parts: list[int] = field(default_factory=list)
+    """Of each page that is read: parts that are read with it."""
+    is_cut: bool = False
+    """Pages were found that no boundary can use: some pool of theirs is not stored."""
     num_published: int = 0
     tenant: str = ""
     num_occupied: int = 0
@@ -64,6 +70,8 @@ class Fetch:
             return self.reason
         if not self.op and self.reason == "missing":
             return "below_minimum"
+        if self.reason == "complete" and self.is_cut:
+            return "missing_pool"
         if self.reason == "complete":
             return "host_full" if len(self.hashes) < len(self.found) else "evicted"
         return "short_fetch"

@@ -77,10 +77,12 @@ class HostTier:
             taken += self.slots.take(1)
         return taken
 
-    def publish(self, page_hash: bytes, parent_hash: bytes | None, slot: int) -> HostPage | None:
-        """Make a complete page visible. Where it cannot hang (already present, or its parent
-        has left) the slot is freed and None returned."""
-        page = self.index.add(page_hash, parent_hash, slot)
+    def publish(
+        self, page_hash: bytes, parent_hash: bytes | None, slot: int, parts: int = 0
+    ) -> HostPage | None:
+        """Make a complete page visible, with these parts. Where it cannot hang (already present,
+        or its parent has left) the slot is freed and None returned."""
+        page = self.index.add(page_hash, parent_hash, slot, parts)
         if page is None:
             self.slots.release(slot)
             return None

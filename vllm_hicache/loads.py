@@ -1,14 +1,17 @@
 """Host -> device: loads that are planned or running, and who waits for them."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hicache.block_tables import PageBlocks, Tables
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.metrics import Ledger, Metrics
-from vllm_hicache.plan import CopyList, CopyOp, copy_list
+from vllm_hicache.plan import CopyList, CopyOp, group_copies
+from vllm_hicache.pools import KVGroup
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import Outcome
 from vllm_hicache.request_state import RequestState
@@ -17,6 +20,7 @@ from vllm_hicache.tiers import Tier
 DOUBT_STEPS = 32
 """Steps until a failed synchronous load is forgotten. More than vLLM ever has in flight, so that
 every request that computed on top of it has been told by then; fewer would save garbage."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +38,8 @@ class RunningLoad:
     first_token: int
     last_token: int
     copies: CopyList
+    other_copies: tuple[CopyList, ...]
+    """Of the KV cache groups behind the first one."""
     block_ids: frozenset[int]
     num_storage_tokens: int
     started_at: float
@@ -60,13 +66,13 @@ class Loads:
         ledger: Ledger,
         *,
         page_size: int,
-        block_size: int,
+        groups: Sequence[KVGroup],
     ) -> None:
         self._host = host
         self._metrics = metrics
         self._ledger = ledger
         self._page_size = page_size
-        self._block_size = block_size
+        self._page_blocks = PageBlocks(groups, page_size)
         self._next_op = 1
         self._planned: list[RunningLoad] = []
         self._running: dict[int, RunningLoad] = {}
@@ -105,25 +111,32 @@ class Loads:
         return any(load.is_ok is False for load in self._in_doubt)
 
     def begin(
-        self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
+        self,
+        state: RequestState,
+        num_tokens: int,
+        tables: Sequence[Sequence[int]],
+        now: float,
     ) -> RunningLoad:
-        """Plan the load that the last lookup offered: ``num_tokens`` after the local hit.
+        """Plan the load that the last lookup offered: ``num_tokens`` after the local hit, to the
+        blocks of the request's whole ``tables``.
 
         The pages are in host: nothing can have left since the lookup, which was in the
         same call of the scheduler.
         """
-        page, block = self._page_size, self._block_size
+        page = self._page_size
         first, last = state.num_local_tokens, state.num_local_tokens + num_tokens
         hashes = state.tokens.page_hashes(-(-last // page))[first // page : -(-last // page)]
         pages = tuple(self._host.index.pages_of(hashes))
-        targets = block_ids[first // block : last // block]
-        copies = copy_list(
+        targets = self._targets(tables, first, last)
+        parts = [p.parts for p in pages]
+        copies = group_copies(
             first,
             last,
             page_size=page,
-            block_size=block,
+            groups=self._page_blocks.groups,
             slots=np.asarray([p.slot for p in pages]),
-            block_ids=np.asarray(targets),
+            tables=targets,
+            parts=parts,
         )
         load = RunningLoad(
             state=state,
@@ -131,11 +144,20 @@ class Loads:
             pages=pages,
             first_token=first,
             last_token=last,
-            copies=copies,
-            block_ids=frozenset(targets),
+            copies=copies[0],
+            other_copies=tuple(copies[1:]),
+            block_ids=frozenset(self._page_blocks.blocks(targets)),
             num_storage_tokens=self._storage_tokens(pages, first, last),
             started_at=now,
         )
+        if not self._fills(load.block_ids, copies):
+            logger.error(
+                "HiCache: request %s: vLLM wants blocks filled that host has no part of; "
+                "the tokens are computed",
+                state.request_id,
+            )
+            load.is_stale = True
+        state.lacks_draft_state |= bool(pages[-1].gaps & self._page_blocks.draft_bits)
         self._host.pin(pages)
         self._host.touch(pages[-1])
         self._planned.append(load)
@@ -148,6 +170,21 @@ class Loads:
         self._ledger.found(state.request_id, "host", load.num_tokens - load.num_storage_tokens)
         return load
 
+    def _targets(self, tables: Sequence[Sequence[int]], first: int, last: int) -> Tables:
+        """The blocks of tokens ``[first, last)``, both multiples of every group's block."""
+        groups = self._page_blocks.groups
+        return tuple(
+            tuple(table[first // group.block_size : last // group.block_size])
+            for group, table in zip(groups, tables, strict=True)
+        )
+
+    def _fills(self, block_ids: frozenset[int], copies: list[CopyList]) -> bool:
+        """Whether every block that vLLM takes for filled is written to."""
+        if not self._page_blocks.has_parts:
+            return True
+        written = {block for rows in copies for block in rows[:, 2].tolist()}
+        return written == block_ids
+
     def take_planned(self) -> tuple[tuple[CopyOp, ...], tuple[CopyOp, ...]]:
         """(synchronous, asynchronous) loads for this step's plan, numbered in this order."""
         self._num_steps += 1
@@ -159,7 +196,10 @@ class Loads:
         self._planned = []
         first, self._next_op = self._next_op, self._next_op + len(planned)
         self._running.update(enumerate(planned, start=first))
-        numbered = [(CopyOp(first + i, load.copies), load) for i, load in enumerate(planned)]
+        numbered = [
+            (CopyOp(first + i, load.copies, load.other_copies), load)
+            for i, load in enumerate(planned)
+        ]
         return (
             tuple(op for op, load in numbered if not load.is_async),
             tuple(op for op, load in numbered if load.is_async),

@@ -7,17 +7,15 @@ from urllib.parse import urlsplit
 from vllm_hicache import option_kinds as kinds
 from vllm_hicache.host_memory import AUTO_FRACTION, HostMemory
 from vllm_hicache.option import ENV_PREFIX, STORAGE, Option
-from vllm_hicache.quantities import GIB, KIB, MIB
+from vllm_hicache.quantities import KIB
+from vllm_hicache.storage_options import STORAGE_TABLE
 
 _URL = ("storage.url",)
-_FOLDER = ("storage.url=file|plugin",)
-_S3 = ("storage.url=s3|plugin",)
-_REDIS = ("storage.url=redis|rediss|redis+unix|unix|redis+cluster|rediss+cluster|plugin",)
 _TIMEOUT = ("storage.url", "prefetch_policy=timeout")
 
 _CHECKED = ("rank_consensus=report|raise|abort",)
 
-_TABLE = (
+_TOP_TABLE = (
     Option(
         "config_file",
         kinds.absolute_path(),
@@ -38,10 +36,12 @@ _TABLE = (
     Option(
         "page_size",
         kinds.whole(1, 1 << 20),
+        None,
         256,
-        256,
-        "tokens of a page, the unit of match and storage; it and vLLM's scheduler block size "
-        "must divide one another",
+        "tokens of a page, the unit of match and storage; it and vLLM's block sizes must divide "
+        "one another; unset: 256, 64 for latents (MLA), at most the smallest window, vLLM's block "
+        "size with states",
+        nullable=True,
     ),
     Option(
         "write_policy",
@@ -101,6 +101,15 @@ _TABLE = (
         True,
         False,
         "a load or fetch that is predicted to take longer than computing its tokens is not made",
+    ),
+    Option(
+        "draft_miss",
+        kinds.choice("auto", "cut", "target_only"),
+        "auto",
+        "target_only",
+        "what is done with pages that lack the draft state of this engine: their tokens are "
+        "computed, or they are used with zeros in its place; `auto` computes where that is "
+        "predicted to take at most 1 s, or is not known",
     ),
     Option(
         "defer_max_blocks",
@@ -241,7 +250,8 @@ _TABLE = (
         kinds.flag(),
         None,
         True,
-        "publish KV cache events of host and storage; unset, when vLLM publishes its own",
+        "publish KV cache events of host and storage; unset, when vLLM publishes its own and the "
+        "model has one kind of blocks",
         nullable=True,
     ),
     Option(
@@ -296,173 +306,9 @@ _TABLE = (
         "a worker that shows no progress for so long, while others went on, is named",
         _CHECKED,
     ),
-    Option(
-        "storage.url",
-        kinds.storage_url(),
-        None,
-        "file:///var/cache/hicache",
-        "where pages are stored; its scheme names the backend",
-    ),
-    Option(
-        "storage.capacity",
-        kinds.size(),
-        None,
-        "500GB",
-        "bytes of all objects in the folder, over all engines that share it; unset, what the "
-        "file system holds less min_free",
-        _FOLDER,
-        nullable=True,
-    ),
-    Option(
-        "storage.min_free",
-        kinds.size(zero=True),
-        GIB,
-        "10GiB",
-        "bytes of the file system that are left free for others",
-        _FOLDER,
-    ),
-    Option(
-        "storage.part_size",
-        kinds.size(),
-        16 * MIB,
-        "32MiB",
-        "larger objects are written in parts and read by ranges of this size; S3 refuses parts "
-        "below 5 MiB",
-        _S3,
-    ),
-    Option(
-        "storage.encryption",
-        kinds.choice("AES256", "aws:kms", "aws:kms:dsse"),
-        None,
-        "aws:kms",
-        "how S3 encrypts objects at rest; unset, as the bucket says",
-        _S3,
-        nullable=True,
-    ),
-    Option(
-        "storage.kms_key",
-        kinds.label(),
-        None,
-        "alias/hicache",
-        "key of AWS KMS for the encryption of objects; unset, the default one",
-        _S3,
-        nullable=True,
-    ),
-    Option(
-        "storage.key_prefix",
-        kinds.label(),
-        "hicache:",
-        "team-a:",
-        "what the keys of all objects in Redis begin with, equal for all engines that share them",
-        _REDIS,
-    ),
-    Option(
-        "storage.ttl_s",
-        kinds.lifetime(),
-        None,
-        "7d",
-        "an object goes when it was neither read nor written again for so long; unset, only when "
-        "the server needs room",
-        _REDIS,
-        nullable=True,
-    ),
-    Option(
-        "storage.username",
-        kinds.label(),
-        None,
-        "hicache",
-        "ACL user, where the URL names none; unset, the default user",
-        _REDIS,
-        nullable=True,
-    ),
-    Option(
-        "storage.password",
-        kinds.secret(1, 512),
-        None,
-        "of the user",
-        "password of the user, where the URL has none",
-        _REDIS,
-        nullable=True,
-    ),
-    Option(
-        "storage.ca_file",
-        kinds.absolute_path(),
-        None,
-        "/etc/ssl/redis-ca.pem",
-        "PEM file of the authorities that may sign the server's certificate; unset, those of the "
-        "system",
-        _REDIS,
-        nullable=True,
-    ),
-    Option(
-        "storage.read_concurrency",
-        kinds.whole(1, 1024),
-        16,
-        32,
-        "objects that one worker reads at the same time",
-        _URL,
-    ),
-    Option(
-        "storage.write_concurrency",
-        kinds.whole(1, 1024),
-        8,
-        4,
-        "objects that one worker writes at the same time",
-        _URL,
-    ),
-    Option(
-        "storage.operation_timeout_s",
-        kinds.duration(),
-        10.0,
-        10.0,
-        "longest time for a fetch or persist before it is given up",
-        _URL,
-    ),
-    Option(
-        "storage.connect_timeout_s",
-        kinds.duration(),
-        5.0,
-        "2s",
-        "longest time to open the backend or a connection to it",
-        _URL,
-    ),
-    Option(
-        "storage.exists_timeout_s",
-        kinds.duration(),
-        0.05,
-        "50ms",
-        "longest time to ask which pages are stored; later answers count as none; 0.5 with s3://",
-        _URL,
-        schemes=(("s3", 0.5),),
-    ),
-    Option(
-        "storage.write_backlog",
-        kinds.size(),
-        GIB,
-        "2GiB",
-        "bytes of one worker that may wait to be written; beyond it pages are not stored",
-        _URL,
-    ),
-    Option(
-        "storage.shutdown_grace_s",
-        kinds.duration(0.0),
-        5.0,
-        "5s",
-        "time to write what is queued after the engine has stopped",
-        _URL,
-    ),
-    Option(
-        "storage.integrity_key",
-        kinds.secret(),
-        None,
-        "any 16 or more characters",
-        "key of the checksums of stored objects: who lacks it cannot forge one; equal for all "
-        "engines that share the storage",
-        _URL,
-        nullable=True,
-    ),
 )
 
+_TABLE = (*_TOP_TABLE, *STORAGE_TABLE)
 OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _TABLE})
 TOP_OPTIONS = tuple(option for option in _TABLE if "." not in option.name)
 STORAGE_OPTIONS = tuple(option for option in _TABLE if "." in option.name)

@@ -1,6 +1,5 @@
 """Host -> storage: pages on their way to storage, and the pins that keep them in host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_hicache.host_tier import HostTier
@@ -35,6 +34,8 @@ class _Persist:
     """Pages that storage processes read from host. Pinned until every worker released them."""
 
     pages: list[HostPage]
+    parts: bytes
+    """Of each page, when it was sent; b"" where no page lacks anything."""
     answer: WorldAnswer
     is_stored: bool = True
     is_stale: bool = False
@@ -50,14 +51,14 @@ class Persists:
         metrics: Metrics,
         *,
         page_size: int,
-        written_bytes: Sequence[int],
         deadline_s: float,
+        has_parts: bool = False,
     ) -> None:
+        self._has_parts = has_parts
         self._host = host
         self._link = link
         self._metrics = metrics
         self._page_size = page_size
-        self._written_bytes = written_bytes
         self._deadline_s = deadline_s
         self._retry_at = self._full_until = 0.0
         self._running: dict[int, _Persist] = {}
@@ -114,9 +115,7 @@ class Persists:
             persist.answer.settle(worker_id, event.reason)
             if num_pages < len(persist.pages):
                 persist.is_stored = False
-            self._metrics.count(
-                "persisted_bytes", event.num_stored * self._written_bytes[worker_id]
-            )
+            self._metrics.count("persisted_bytes", event.num_bytes)
         else:
             if persist.answer.settle(worker_id, "cancelled"):
                 persist.is_stored = False
@@ -154,12 +153,14 @@ class Persists:
 
     def _send(self, pages: list[HostPage], namespace: str, now: float) -> None:
         op = self._link.next_number()
+        parts = bytes(page.parts for page in pages) if self._has_parts else b""
         message = Persist(
             op,
             namespace,
             pack_hashes(page.page_hash for page in pages),
             pack_slots([page.slot for page in pages]),
             self._deadline_s,
+            parts,
         )
         answer = WorldAnswer(self._link.world_size)
         if not self._link.broadcast(message, answer):
@@ -168,7 +169,7 @@ class Persists:
         self._host.pin(pages)
         for page in pages:
             page.is_persisting = True
-        persist = _Persist(pages, answer, is_stored=not answer.released)
+        persist = _Persist(pages, parts, answer, is_stored=not answer.released)
         self._running[op] = persist
         self._finish(op, persist, now)
 
@@ -178,9 +179,10 @@ class Persists:
             return
         del self._running[op]
         stored = persist.is_stored and not persist.is_stale
-        for page in persist.pages:
+        for i, page in enumerate(persist.pages):
             page.is_persisting = False
-            page.is_persisted = page.is_persisted or stored
+            is_whole = not persist.parts or persist.parts[i] == page.parts  # it may have got more
+            page.is_persisted = page.is_persisted or (stored and is_whole)
         if stored:
             self._stored += persist.pages
         self._host.unpin(persist.pages)

@@ -9,10 +9,11 @@ brings the time. Order within one step of vLLM:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from vllm_hicache.copied_bytes import CopiedBytes
 from vllm_hicache.cost_model import CostModel
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.fetch_retries import FetchRetries
@@ -33,6 +34,7 @@ from vllm_hicache.saves import Saves
 from vllm_hicache.storage_answers import StorageAnswers
 from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.unserved import Unserved
+from vllm_hicache.usable_pages import UsablePages
 from vllm_hicache.worth import Verdict, Worth
 from vllm_hicache.write_back import WriteBack
 
@@ -87,23 +89,33 @@ class Planner:
         self.join = ProgressJoin(len(options.page_bytes))
         self._blocks = blocks
         self.host = HostTier(options.num_host_slots, options.eviction, on_evict)
-        sizes = {"page_size": options.page_size, "block_size": options.block_size}
+        page_size, groups = options.page_size, options.kv_groups
+        rules = options.hit_rules()
+        self.usable = UsablePages(
+            rules,
+            self.host.index,
+            self.costs,
+            page_size=page_size,
+            draft_miss=options.draft_miss,
+            has_required=any(group.bit is None for group in groups),
+        )
         self.saves = Saves(
             self.host,
             blocks,
             metrics,
-            **sizes,
+            page_size=page_size,
+            groups=groups,
             uses=options.page_uses(),
             min_uses=options.min_uses_to_save,
         )
-        self.write_back = self._make_write_back(queue)
+        self.write_back = WriteBack.create(options, self.saves, self.host, queue, metrics)
         self.pins = PinnedPages(
             self.host,
             metrics,
             max_pages=int(options.num_host_slots * options.max_pinned_share),
-            page_size=options.page_size,
+            page_size=page_size,
         )
-        self.loads = Loads(self.host, metrics, self.ledger, **sizes)
+        self.loads = Loads(self.host, metrics, self.ledger, page_size=page_size, groups=groups)
         self.unserved = Unserved(self.ledger, page_size=options.page_size)
         self.prefetcher: Prefetcher | None = None
         self.retries: FetchRetries | None = None
@@ -111,7 +123,13 @@ class Planner:
         self.answers: StorageAnswers | None = None
         if link is not None:
             self.prefetcher = Prefetcher(
-                self.host, link, metrics, self.worth, options.fetch, page_size=options.page_size
+                self.host,
+                link,
+                metrics,
+                self.worth,
+                options.fetch,
+                page_size=page_size,
+                usable=None if rules.is_trivial else self.usable,
             )
             if options.fetch.max_retries:
                 self.retries = FetchRetries(self.prefetcher, metrics, options)
@@ -119,9 +137,9 @@ class Planner:
                 self.host,
                 link,
                 metrics,
-                page_size=options.page_size,
-                written_bytes=options.written_bytes,
+                page_size=page_size,
                 deadline_s=options.persist_timeout_s,
+                has_parts=not rules.is_trivial,
             )
             self.answers = StorageAnswers(link, self.persists, self.prefetcher, metrics)
         self._finished_saves: deque[Outcome] = deque()
@@ -130,26 +148,8 @@ class Planner:
         self._deferred_blocks = 0
         self._was_busy = False
         self._copy_seconds = 0.0
-        self._bytes_per_page = sum(options.page_bytes)
+        self._bytes = CopiedBytes(options)
         self.gauges = Gauges(self)
-
-    def _make_write_back(self, queue: DeviceQueue | None) -> WriteBack | None:
-        """Without a prefix cache vLLM keeps nothing that could be saved later."""
-        options = self.options
-        if options.write_policy != "write_back" or not options.shares_device_pages:
-            return None
-        if queue is None:
-            raise InvariantBroken("write_back needs to know which blocks vLLM reuses next")
-        self.saves.write_back = WriteBack(
-            self.host,
-            self.saves,
-            queue,
-            self.metrics,
-            page_size=options.page_size,
-            block_size=options.block_size,
-            num_ahead_blocks=options.num_ahead_blocks,
-        )
-        return self.saves.write_back
 
     # A request's life --------------------------------------------------------------------------
 
@@ -194,8 +194,12 @@ class Planner:
         if waits_for_fetch and can_defer:
             return self._defer(num_local)
         state.is_over_budget = waits_for_fetch
-        usable = min(in_host, self.options.usable_tokens(state.tokens.num_tokens))
+        cap = self.options.usable_tokens(state.tokens.num_tokens)
+        within = min(in_host, cap) - self.options.num_unsure_tokens
+        usable = self.usable.in_host(hashes, in_host // page_size, within)
         usable = usable // block_size * block_size
+        if usable < within // block_size * block_size:
+            state.withheld_reason = "missing_pool"
         if usable <= num_local:
             return NO_MATCH
         if self._is_landing(hashes[num_local // page_size]) and can_defer:
@@ -239,9 +243,15 @@ class Planner:
             self.prefetcher.leave(state)
 
     def begin_load(
-        self, state: RequestState, num_tokens: int, block_ids: list[int], now: float
+        self,
+        state: RequestState,
+        num_tokens: int,
+        block_ids: list[int],
+        now: float,
+        other_tables: Sequence[Sequence[int]] = (),
     ) -> RunningLoad:
-        """vLLM gave blocks for ``num_tokens`` of the last offer: plan the copy."""
+        """vLLM gave blocks for ``num_tokens`` of the last offer: plan the copy. The tables are
+        those of the whole request, ``other_tables`` of KV cache groups behind the first one."""
         if num_tokens > state.num_offered_tokens:
             raise InvariantBroken(
                 f"request {state.request_id}: vLLM expects {num_tokens} tokens, "
@@ -249,7 +259,7 @@ class Planner:
             )
         if self.write_back is not None:
             self.write_back.count_taken(len(block_ids))
-        load = self.loads.begin(state, num_tokens, block_ids, now)
+        load = self.loads.begin(state, num_tokens, (block_ids, *other_tables), now)
         self._admit(state, load.num_tokens)
         return load
 
@@ -269,9 +279,9 @@ class Planner:
 
     def preempt(self, state: RequestState) -> None:
         """vLLM took the blocks back; running copies hold theirs and go on."""
-        state.block_ids = []
+        state.block_ids, state.other_tables = [], ()
         state.num_saved_pages = 0
-        state.is_admitted = False
+        state.is_admitted = state.lacks_draft_state = False
         state.verdict = None
         state.num_offered_tokens, state.refused = 0, Refusals()
         state.waiting_since = None  # another stay in the queue, with a budget of its own
@@ -339,11 +349,14 @@ class Planner:
         while finished and self.saves.can_settle(finished[0].op_id):
             outcome = finished.popleft()
             pages = self.saves.settle(outcome, now)
-            self.metrics.count("saved_bytes", len(pages) * self._bytes_per_page)
+            self.metrics.count("saved_bytes", self._bytes.of_pages(pages))
             if pages and self.persists is not None:
                 self.persists.start(pages, self.namespace, now)
             self.pins.arrived(pages)
             published += pages
+        completed = self.saves.take_completed()
+        if completed and self.persists is not None:
+            self.persists.start(completed, self.namespace, now)
         return published
 
     def _settle_loads(self, now: float) -> tuple[list[RunningLoad], list[RunningLoad]]:
@@ -364,7 +377,7 @@ class Planner:
 
     def _settle_load(self, outcome: Outcome, now: float) -> RunningLoad:
         load = self.loads.settle(outcome, now)
-        num_bytes = load.num_tokens * self._bytes_per_page // self.options.page_size
+        num_bytes = self._bytes.of_copies((load.copies, *load.other_copies))
         self.metrics.count("loaded_bytes", num_bytes, "async" if load.is_async else "sync")
         state = load.state
         if load.is_async and outcome.is_ok:
@@ -421,7 +434,7 @@ class Planner:
         pages = self.prefetcher.take_published() if self.prefetcher is not None else []
         if pages:
             self.pins.arrived(pages)
-            self.metrics.count("fetched_bytes", len(pages) * self._bytes_per_page)
+            self.metrics.count("fetched_bytes", self._bytes.of_pages(pages))
         return pages
 
     def take_persisted(self) -> list[HostPage]:
@@ -464,8 +477,8 @@ class Planner:
 
     def _is_quick(self, num_tokens: int) -> bool:
         """Whether a copy is better waited for than scheduled around."""
-        if self.options.sync_load_max_s <= 0:
-            return False
+        if self.options.sync_load_max_s <= 0 or len(self.options.kv_groups) > 1:
+            return False  # vLLM takes no failed blocks where ids mean something in a group only
         if self.loads.num_running:
             return False  # it would stand in line behind a longer copy
         if not self._was_busy:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.page_uses import POOLS_REMEMBERED, PageUses
+from vllm_hicache.pools import HitRules, KVGroup, Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +13,10 @@ class PlannerOptions:
 
     page_size: int
     block_size: int
+    """Of vLLM's scheduler: hits are multiples of it."""
     num_host_slots: int
     page_bytes: tuple[int, ...]
     """Bytes of one page, by worker."""
-    written_bytes: tuple[int, ...]
-    """Of those, what the worker writes to storage; its replicas write the rest."""
     eviction: str
     fetch: FetchPolicy
     persist_timeout_s: float
@@ -33,6 +33,16 @@ class PlannerOptions:
     max_pinned_share: float = 0.25
     """Part of the host tier that the hint ``pin_s`` may keep."""
     skip_slow_loads: bool = True
+    pools: tuple[Pool, ...] = ()
+    """Kinds of KV that pages may lack; nothing is said of those that every page has."""
+    groups: tuple[KVGroup, ...] = ()
+    """vLLM's KV cache groups; () is one of blocks of ``block_size``."""
+    bytes_per_token: tuple[int, ...] = ()
+    """Of each group, over all workers; of a state, its bytes. () is one group of whole pages."""
+    num_unsure_tokens: int = 0
+    """Last tokens of a hit that are computed anew, as vLLM does: a drafter's state of a token
+    depends on the next one."""
+    draft_miss: str = "auto"
 
     def page_uses(self) -> PageUses | None:
         """Who has to know how often pages are used; None where nothing depends on it."""
@@ -50,6 +60,15 @@ class PlannerOptions:
         return min(
             -(-self.usable_tokens(num_tokens) // self.page_size), num_tokens // self.page_size
         )
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """All KV cache groups, at least one."""
+        return self.groups or (KVGroup(self.block_size),)
+
+    def hit_rules(self) -> HitRules:
+        """What a boundary needs of the pools."""
+        return HitRules(self.pools, page_size=self.page_size, unit=self.block_size)
 
     @property
     def min_uses_to_save(self) -> int:

@@ -32,6 +32,7 @@ from vllm_hicache.storage_messages import (
     Fetch as FetchMessage,
 )
 from vllm_hicache.tiers import Tier
+from vllm_hicache.usable_pages import UsablePages
 from vllm_hicache.worth import Verdict, Worth
 
 PATIENCE = 0.1
@@ -51,7 +52,10 @@ class Prefetcher:
         policy: FetchPolicy,
         *,
         page_size: int,
+        usable: UsablePages | None = None,
     ) -> None:
+        """``usable`` chooses pages where they may lack pools; None where they cannot."""
+        self._usable = usable
         self._host = host
         self._link = link
         self._metrics = metrics
@@ -317,6 +321,7 @@ class Prefetcher:
             query=query,
             query_op=op,
             asked_at=now,
+            max_tokens=max(state.tokens.num_tokens - 1, 0),
         )
         if anchor is not None:
             self._host.pin([anchor])
@@ -330,6 +335,7 @@ class Prefetcher:
             return False
         if not fetch.query.advance(worker_id, event.num_leading):
             return False
+        fetch.query.note_parts(worker_id, event.parts)
         fetch.query.settle(worker_id, "missing" if event.ok else event.reason or "unavailable")
         if fetch.query.is_settled:
             del self._by_query[event.op]
@@ -338,10 +344,20 @@ class Prefetcher:
 
     def _read(self, fetch: Fetch, now: float) -> None:
         found = min(fetch.query.agreed, len(fetch.hashes))
+        if self._usable is not None:
+            fetch.parts = fetch.query.agreed_parts(found)
+            found = self._usable.num_found(fetch.parts)
         fetch.found = fetch.hashes[:found]
         if found * self._page_size < max(self._policy.min_tokens, 1):
             self._end(fetch, fetch.query.reason if found == 0 else "missing")
             return
+        if self._usable is not None:
+            usable = self._usable.of_fetch(fetch, fetch.parts[:found])
+            fetch.is_cut = usable < found
+            found = usable
+            if found == 0:
+                self._end(fetch, "missing_pool")
+                return
         if not fetch.is_probe and self._worth.fetch(found * self._page_size) is Verdict.NO:
             self._end(fetch, "recompute_faster")
             return
@@ -359,6 +375,7 @@ class Prefetcher:
             pack_hashes(fetch.hashes),
             pack_slots(slots),
             self._policy.read_timeout_s,
+            bytes(fetch.parts[: len(slots)]),
         )
         read = WorldAnswer(self._link.world_size)
         if not self._link.broadcast(message, read) or read.is_settled:
@@ -420,7 +437,8 @@ class Prefetcher:
             i = fetch.num_published
             page_hash = fetch.hashes[i]
             parent_hash = fetch.hashes[i - 1] if i else fetch.parent_hash
-            page = self._host.publish(page_hash, parent_hash, fetch.slots[i])
+            parts = fetch.parts[i] if fetch.parts else 0
+            page = self._host.publish(page_hash, parent_hash, fetch.slots[i], parts)
             fetch.num_published += 1
             self._num_slots -= 1
             if page is not None:

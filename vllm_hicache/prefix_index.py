@@ -18,6 +18,10 @@ class HostPage:
     page_hash: bytes
     parent: "HostPage | None"
     slot: int
+    parts: int = 0
+    """Bits of the pools that not every page has, and this one has."""
+    gaps: int = 0
+    """Those of them that some page of its chain, itself included, lacks."""
     origin: Tier = Tier.DEVICE
     """Tier it came from; STORAGE until it is first served, so that the hit is told once."""
     num_children: int = 0
@@ -61,6 +65,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._pages: dict[bytes, HostPage] = {}
+        self.num_changes = 0
+        """Grows whenever a page comes, leaves or gets parts."""
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -93,7 +99,32 @@ class PrefixIndex:
                 high = middle
         return low
 
-    def add(self, page_hash: bytes, parent_hash: bytes | None, slot: int) -> HostPage | None:
+    def match_whole(self, hashes: Sequence[bytes], limit: int, bits: int) -> int:
+        """Of the leading pages, at most ``limit`` present ones, those that all have the parts
+        ``bits``. O(log n)."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high) // 2
+            page = self._pages.get(hashes[middle])
+            if page is not None and not page.gaps & bits:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def parts_of(self, page_hash: bytes) -> int:
+        """Parts of a page; 0 where it is not present."""
+        page = self._pages.get(page_hash)
+        return page.parts if page is not None else 0
+
+    def add_parts(self, page: HostPage, parts: int) -> None:
+        """The page has these parts now, too. What is below it keeps its gaps."""
+        page.parts |= parts
+        self.num_changes += 1
+
+    def add(
+        self, page_hash: bytes, parent_hash: bytes | None, slot: int, parts: int = 0
+    ) -> HostPage | None:
         """Add a page under its parent; None where the page is present or the parent is not."""
         if page_hash in self._pages:
             return None
@@ -103,8 +134,10 @@ class PrefixIndex:
             if parent is None:
                 return None
             parent.num_children += 1
-        page = HostPage(page_hash, parent, slot)
+        gaps = ~parts | (parent.gaps if parent is not None else 0)
+        page = HostPage(page_hash, parent, slot, parts, gaps)
         self._pages[page_hash] = page
+        self.num_changes += 1
         return page
 
     def remove(self, page: HostPage) -> None:
@@ -115,6 +148,7 @@ class PrefixIndex:
                 f"present={page.is_present}"
             )
         del self._pages[page.page_hash]
+        self.num_changes += 1
         page.is_present = False
         if page.parent is not None:
             page.parent.num_children -= 1
@@ -125,4 +159,20 @@ class PrefixIndex:
         for page in pages:
             page.is_present = False
         self._pages.clear()
+        self.num_changes += 1
         return pages
+
+
+class PartsOfChain(Sequence[int]):
+    """Parts of the first ``num_pages`` pages of a chain, looked up when they are asked for."""
+
+    def __init__(self, index: PrefixIndex, hashes: Sequence[bytes], num_pages: int) -> None:
+        self._index = index
+        self._hashes = hashes
+        self._num_pages = num_pages
+
+    def __len__(self) -> int:
+        return self._num_pages
+
+    def __getitem__(self, number: int) -> int:  # type: ignore[override]
+        return self._index.parts_of(self._hashes[number])

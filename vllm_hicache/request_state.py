@@ -67,8 +67,10 @@ class RequestState:
     may_save: bool = True
     priority: int = 0
     """Of its pages in host; with the policy ``priority`` lower ones leave first."""
-    block_ids: list[int] = field(default_factory=list)
-    """Device blocks in token order, as far as they were allocated."""
+    block_ids: Sequence[int] = field(default_factory=list)
+    """Device blocks of the first KV cache group in token order, as far as they were allocated."""
+    other_tables: tuple[Sequence[int], ...] = ()
+    """Device blocks of the other groups; 0 where a group keeps nothing."""
     num_saved_pages: int = 0
     """Leading pages that were looked at: saved, on their way to host, or not wanted there."""
     num_used_pages: int = 0
@@ -108,6 +110,8 @@ class RequestState:
     verdict: tuple[int, Verdict] | None = None
     """Whether a load of so many tokens is worth its time; told once, lookups are repeated."""
     is_admitted: bool = False
+    lacks_draft_state: bool = False
+    """Its prefix has zeros in the place of draft state: what is drafted on top is no better."""
     is_outdated: bool = False
     """A reset came while it held blocks, or its load failed: their KV is not saved."""
     is_finished: bool = False
@@ -115,6 +119,11 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.tokens.request_id
+
+    @property
+    def tables(self) -> tuple[Sequence[int], ...]:
+        """Device blocks of every KV cache group."""
+        return (self.block_ids, *self.other_tables)
 
     @property
     def last_finding(self) -> "Fetch | None":

@@ -1,17 +1,19 @@
 """Device -> host: which pages are saved, and what becomes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_hicache.block_tables import PageBlocks, Tables
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import RunningLoad
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.page_uses import PageUses
-from vllm_hicache.plan import CopyList, CopyOp, copy_list
+from vllm_hicache.plan import CopyList, CopyOp, group_copies
+from vllm_hicache.pools import KVGroup
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import Outcome
 from vllm_hicache.request_state import DeviceBlocks, RequestState
@@ -26,15 +28,15 @@ cost more messages. 64 pages of 256 tokens are one prefill of 16,384 tokens."""
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Consecutive pages of one chain on the device that host lacks; ``first`` is a page number.
-
-    ``block_ids`` are the device blocks of these pages, in token order.
-    """
+    """Consecutive pages of one chain on the device that host lacks; ``first`` is a page number."""
 
     hashes: tuple[bytes, ...]
     parent_hash: bytes | None
     first: int
-    block_ids: tuple[int, ...]
+    tables: Tables
+    """The device blocks of these pages."""
+    parts: tuple[int, ...]
+    """Of each page, what the device has of it beyond what every page has."""
     notes: tuple[object, ...]
     priority: int
     doubts: tuple[RunningLoad, ...]
@@ -48,7 +50,8 @@ class _Save:
     run: PageRun
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
-    copies: CopyList
+    """All that are read, group by group."""
+    copies: list[CopyList]
     started_at: float
     holds_blocks: bool
     num_intact: int
@@ -56,6 +59,13 @@ class _Save:
     save holds its blocks."""
     is_stale: bool = False
     """A reset came between: the bytes belong to a cache that is gone."""
+    completes: tuple[HostPage, ...] = ()
+    """Pages in host that get parts; their slots are theirs, pinned, and nobody reads the parts."""
+
+    @property
+    def owned_slots(self) -> tuple[int, ...]:
+        """Host slots that belong to the save."""
+        return () if self.completes else self.slots
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
@@ -76,7 +86,7 @@ class Saves:
         metrics: Metrics,
         *,
         page_size: int,
-        block_size: int,
+        groups: Sequence[KVGroup],
         uses: PageUses | None = None,
         min_uses: int = 1,
     ) -> None:
@@ -86,8 +96,11 @@ class Saves:
         self._min_uses = min_uses
         self._metrics = metrics
         self._page_size = page_size
-        self._block_size = block_size
+        self._block_size = groups[0].block_size
+        self._page_blocks = PageBlocks(groups, page_size)
         self._next_op = 1
+        self._completing: dict[bytes, int] = {}
+        self._completed: list[HostPage] = []
         self._planned: list[_Save] = []
         self._running: dict[int, _Save] = {}
         self._in_flight: dict[bytes, _Save] = {}
@@ -107,11 +120,20 @@ class Saves:
     @property
     def num_slots(self) -> int:
         """Host slots that saves own."""
-        return sum(len(save.slots) for save in self._all())
+        return sum(len(save.owned_slots) for save in self._all())
 
     def slots(self) -> list[int]:
         """The host slots that saves own."""
-        return [slot for save in self._all() for slot in save.slots]
+        return [slot for save in self._all() for slot in save.owned_slots]
+
+    def pinned_pages(self) -> list[HostPage]:
+        """Pages in host that saves complete, one entry a pin."""
+        return [page for save in self._all() for page in save.completes]
+
+    def take_completed(self) -> list[HostPage]:
+        """Pages in host that have got parts since the last call."""
+        completed, self._completed = self._completed, []
+        return completed
 
     def held_blocks(self) -> list[int]:
         """Device blocks that saves hold, one entry a reference."""
@@ -146,7 +168,8 @@ class Saves:
         """
         if any(load.is_ok is False for load in doubts):
             return  # vLLM has not taken the tokens back yet
-        last = min(num_tokens, len(state.block_ids) * self._block_size) // self._page_size
+        num_tokens = min(num_tokens, self._page_blocks.num_tokens(state.tables))
+        last = num_tokens // self._page_size
         if last <= state.num_saved_pages:
             return
         if state.is_outdated:
@@ -164,6 +187,8 @@ class Saves:
             self._host.touch(used, state.priority)
         stop = self._note_uses(state, hashes, first, last)
         had_pages, state.num_saved_pages = state.num_saved_pages, last
+        if self._page_blocks.has_parts and had_pages < first:
+            self._complete(state, had_pages, min(first, last), now, doubts)
         if self.write_back is not None:
             self.write_back.remember(state, max(first, had_pages), last, doubts)
             return
@@ -221,12 +246,14 @@ class Saves:
         self, state: RequestState, first: int, stop: int, doubts: tuple[RunningLoad, ...]
     ) -> PageRun:
         hashes = state.tokens.page_hashes(stop)
-        page, block = self._page_size, self._block_size
+        tables = self._page_blocks.of_pages(state.tables, first, stop)
+        without = self._page_blocks.draft_bits if state.lacks_draft_state else 0
         return PageRun(
             hashes=tuple(hashes[first:stop]),
             parent_hash=hashes[first - 1] if first else None,
             first=first,
-            block_ids=tuple(state.block_ids[first * page // block : -(-stop * page // block)]),
+            tables=tables,
+            parts=tuple(have & ~without for have in self._page_blocks.parts(tables, first, stop)),
             notes=tuple(state.tokens.note(i) for i in range(first, stop)),
             priority=state.priority,
             doubts=doubts,
@@ -245,26 +272,93 @@ class Saves:
         slots = self._take_slots(run)
         if not slots:
             return 0
-        page, block = self._page_size, self._block_size
-        start, end = run.first * page, (run.first + len(slots)) * page
-        block_ids = run.block_ids[: -(-end // block) - start // block]
-        copies = copy_list(
-            start,
-            end,
-            page_size=page,
-            block_size=block,
-            slots=np.asarray(slots),
-            block_ids=np.asarray(block_ids),
-        )
-        save = _Save(run, tuple(slots), block_ids, copies, now, holds_blocks, len(slots))
-        if holds_blocks:
-            self._blocks.hold(block_ids)
-        else:
-            for block_id in block_ids:
+        save = self._new_save(run, slots, run.parts[: len(slots)], now, holds_blocks=holds_blocks)
+        if not holds_blocks:
+            for block_id in save.block_ids:
                 self._unheld.setdefault(block_id, []).append(save)
         self._in_flight.update(dict.fromkeys(save.hashes, save))
-        self._planned.append(save)
         return len(slots)
+
+    def _new_save(
+        self,
+        run: PageRun,
+        slots: Sequence[int],
+        parts: Sequence[int],
+        now: float,
+        *,
+        holds_blocks: bool = True,
+        completes: tuple[HostPage, ...] = (),
+    ) -> _Save:
+        """Plan the copies of the leading pages of ``run``, as many as there are slots."""
+        tables = self._page_blocks.leading(run.tables, run.first, len(slots))
+        copies = group_copies(
+            run.first * self._page_size,
+            (run.first + len(slots)) * self._page_size,
+            page_size=self._page_size,
+            groups=self._page_blocks.groups,
+            slots=np.asarray(slots),
+            tables=tables,
+            parts=parts,
+        )
+        if completes:  # only what the pages lack is written
+            for i, group in enumerate(self._page_blocks.groups):
+                copies[i] = copies[i] if group.bit is not None else copies[i][:0]
+        save = _Save(
+            run=run,
+            slots=tuple(slots),
+            block_ids=self._page_blocks.blocks(tables),
+            copies=copies,
+            started_at=now,
+            holds_blocks=holds_blocks,
+            num_intact=len(slots),
+            completes=completes,
+        )
+        if holds_blocks:
+            self._blocks.hold(save.block_ids)
+        self._planned.append(save)
+        return save
+
+    def _complete(
+        self,
+        state: RequestState,
+        first: int,
+        stop: int,
+        now: float,
+        doubts: tuple[RunningLoad, ...],
+    ) -> None:
+        """Pages ``[first, stop)`` are in host: save the parts that they lack there and that the
+        device has."""
+        run = self._run_of(state, first, stop, doubts)
+        pages = self._host.index.pages_of(run.hashes)
+        draft_bits = self._page_blocks.draft_bits  # zeros may have been loaded in their place
+        lacking = [
+            have & ~page.parts & ~self._completing.get(page.page_hash, 0) & ~draft_bits
+            for page, have in zip(pages, run.parts, strict=True)
+        ]
+        start = 0
+        while start < len(pages):
+            if not lacking[start]:
+                start += 1
+                continue
+            end = start
+            while end < len(pages) and lacking[end] and end - start < MAX_PAGES_PER_SAVE:
+                end += 1
+            self._complete_run(
+                self._run_of(state, first + start, first + end, doubts),
+                tuple(pages[start:end]),
+                lacking[start:end],
+                now,
+            )
+            start = end
+
+    def _complete_run(
+        self, run: PageRun, pages: tuple[HostPage, ...], parts: list[int], now: float
+    ) -> None:
+        self._host.pin(pages)
+        for page, missing in zip(pages, parts, strict=True):
+            self._completing[page.page_hash] = self._completing.get(page.page_hash, 0) | missing
+        run = replace(run, parts=tuple(parts))
+        self._new_save(run, [page.slot for page in pages], parts, now, completes=pages)
 
     def _take_slots(self, run: PageRun) -> list[int]:
         """Slots for the leading pages; pages that one request alone has used may not take the
@@ -290,7 +384,10 @@ class Saves:
         planned, self._planned = self._planned, []
         first, self._next_op = self._next_op, self._next_op + len(planned)
         self._running.update(enumerate(planned, start=first))
-        return tuple(CopyOp(first + i, save.copies) for i, save in enumerate(planned))
+        return tuple(
+            CopyOp(first + i, save.copies[0], tuple(save.copies[1:]))
+            for i, save in enumerate(planned)
+        )
 
     def cancel_planned(self) -> None:
         """Drop saves that no worker knows of yet."""
@@ -317,11 +414,15 @@ class Saves:
             self._metrics.count("copy_failures", int(not outcome.is_ok))
             return []
         self._metrics.observe("save_seconds", now - save.started_at)
+        if save.completes:
+            self._add_parts(save)
+            return []
         return self._publish(save)
 
     def forget(self) -> None:
         """Reset: what is being saved must not become visible."""
         self._in_flight.clear()
+        self._completing.clear()
         for save in self._all():
             save.is_stale = True
 
@@ -330,6 +431,13 @@ class Saves:
             self._blocks.release(save.block_ids)
         else:
             self._stop_watching(save)
+        if save.completes:
+            self._host.unpin(save.completes)
+            for page, parts in zip(save.completes, save.run.parts, strict=True):
+                rest = self._completing.pop(page.page_hash, 0) & ~parts
+                if rest:
+                    self._completing[page.page_hash] = rest
+            return
         for page_hash in save.hashes:
             if self._in_flight.get(page_hash) is save:
                 del self._in_flight[page_hash]
@@ -342,7 +450,16 @@ class Saves:
                 if not readers:
                     del self._unheld[block_id]
 
+    def _add_parts(self, save: _Save) -> None:
+        for page, parts in zip(save.completes, save.run.parts, strict=True):
+            if page.is_present:
+                self._host.index.add_parts(page, parts)
+                page.is_persisted = False
+                self._completed.append(page)
+
     def _give_up(self, save: _Save, reason: str) -> None:
+        if save.completes:
+            return
         self._host.free(save.slots)
         self._skip(len(save.slots), reason)
 
@@ -352,8 +469,10 @@ class Saves:
         self._skip(len(save.slots) - intact, "reused")
         parent_hash = run.parent_hash
         published = []
-        for page_hash, slot, note in zip(run.hashes, save.slots[:intact], run.notes, strict=False):
-            page = self._host.publish(page_hash, parent_hash, slot)
+        for page_hash, slot, parts, note in zip(
+            run.hashes, save.slots[:intact], run.parts, run.notes, strict=False
+        ):
+            page = self._host.publish(page_hash, parent_hash, slot, parts)
             if page is not None:
                 page.note = note
                 page.priority = run.priority

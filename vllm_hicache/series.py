@@ -33,6 +33,7 @@ UNSERVED_REASONS = (
     "below_minimum",
     "recompute_faster",
     "tenant_limit",
+    "missing_pool",
 )
 SAVE_SKIPPED_REASONS = (
     "host_full",
@@ -55,6 +56,7 @@ FETCH_ENDINGS = (
     "host_full",
     "recompute_faster",
     "tenant_limit",
+    "missing_pool",
     "reset",
 )
 RETRY_OUTCOMES = ("found", "nothing", "left", "reissued")
@@ -184,6 +186,7 @@ STORAGE_OBJECT_SERIES = (
     _counter("read_seconds", "Seconds spent in storage reads, summed over concurrent reads."),
     _counter("write_seconds", "Seconds spent in storage writes, summed over concurrent writes."),
     _counter("other_version_objects", "Objects of another format version, left alone."),
+    _counter("zeroed_pages", "Pages that got zeros for what they lacked, counted by each worker."),
     _counter("checksum_seconds", "Seconds spent on checksums of objects, summed over threads."),
     _counter("read_errors", "Storage reads that failed."),
     _counter("write_errors", "Storage writes that failed."),

@@ -78,7 +78,7 @@ class ShardObject:
     name: str
     namespace: str
     page_hash: bytes  # 32 bytes
-    shard: Shard  # `layers` and `head_group` go into the header
+    shard: Shard  # `layers`, `head_group` and `pool` go into the header
     payload: memoryview  # [shard.length] uint8
 
 

@@ -8,9 +8,11 @@ its room, and a page whose block is handed out while it is read is dropped when 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import RunningLoad
 from vllm_hicache.metrics import Metrics
+from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.request_state import DeviceQueue, RequestState
 from vllm_hicache.saves import MAX_PAGES_PER_SAVE, PageRun, Saves
 
@@ -60,6 +62,32 @@ class WriteBack:
         self._num_clean = self._look_below = 0
         self._pages: dict[bytes, _DevicePage] = {}
         self._by_block: dict[int, list[_DevicePage]] = {}
+
+    @classmethod
+    def create(
+        cls,
+        options: PlannerOptions,
+        saves: Saves,
+        host: HostTier,
+        queue: DeviceQueue | None,
+        metrics: Metrics,
+    ) -> "WriteBack | None":
+        """Have ``saves`` wait, where that is the policy; without a prefix cache vLLM keeps nothing
+        that could be saved later."""
+        if options.write_policy != "write_back" or not options.shares_device_pages:
+            return None
+        if queue is None:
+            raise InvariantBroken("write_back needs to know which blocks vLLM reuses next")
+        saves.write_back = cls(
+            host,
+            saves,
+            queue,
+            metrics,
+            page_size=options.page_size,
+            block_size=options.block_size,
+            num_ahead_blocks=options.num_ahead_blocks,
+        )
+        return saves.write_back
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -181,7 +209,8 @@ class WriteBack:
             hashes=tuple(page.page_hash for page in chain),
             parent_hash=first.hashes[first.number - 1] if first.number else None,
             first=first.number,
-            block_ids=tuple(block_ids),
+            tables=(tuple(block_ids),),
+            parts=(0,) * len(chain),
             notes=tuple(page.note for page in chain),
             priority=max(page.priority for page in chain),
             doubts=tuple(doubts.values()),

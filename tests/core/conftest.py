@@ -12,6 +12,7 @@ import pytest
 
 from vllm_hicache import storage_messages as messages
 from vllm_hicache.config import StorageConfig
+from vllm_hicache.host_pages import HostPages
 from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.options import STORAGE_OPTIONS
 from vllm_hicache.storage_backends.envelope import CheckedStorage
@@ -29,8 +30,7 @@ from vllm_hicache.storage_messages import (
     pack_hashes,
     pack_slots,
 )
-from vllm_hicache.storage_operations import HostPages
-from vllm_hicache.storage_process_config import StorageProcessConfig
+from vllm_hicache.storage_process_config import Section, StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 from vllm_hicache.storage_table import OperationTable
 from vllm_hicache.testing import FaultFile, FaultList, FaultyBackend, MemoryBackend
@@ -45,6 +45,7 @@ NUM_SLOTS = 64
 STRIDE = 8192
 SHARDS = (Shard(LayerSpan(0, 2), 0, 0, 4096), Shard(LayerSpan(0, 2), 1, 4096, 4000))
 PAGE_BYTES = 8096
+SECTIONS = (Section(0, STRIDE, SHARDS, SHARDS),)
 
 
 def page_hash(page: int) -> bytes:
@@ -63,24 +64,24 @@ def storage_process_config(url: str, **options) -> StorageProcessConfig:
         "shutdown_grace_s": 0.5,
     }
     storage |= {name: options.pop(name) for name in storage if name in options}
-    process = {"worker_id": 0, "num_slots": NUM_SLOTS, "slot_stride": STRIDE, "shards": SHARDS}
+    process = {"worker_id": 0, "num_slots": NUM_SLOTS, "sections": SECTIONS}
     return StorageProcessConfig(
         **process | {"stall_s": 0.05, **options}, storage=StorageConfig(**storage)
     )
 
 
 class Desk:
-    """One table over memory, with everything it has answered."""
+    """One table over memory or ``inner``, with everything it has answered."""
 
-    def __init__(self, capacity_objects: int | None = None, **options) -> None:
+    def __init__(self, capacity_objects: int | None = None, inner=None, **options) -> None:
         options = {"read_concurrency": 32, "write_concurrency": 16, "stall_s": 0.02, **options}
         config = storage_process_config("memory://", **{"breaker_backoff_s": 0.05, **options})
         self.memory = MemoryBackend(capacity_objects)
         self.faults = FaultList()
-        self.pool = bytearray(random.Random(1).randbytes(NUM_SLOTS * STRIDE))
-        pages = HostPages(memoryview(self.pool), STRIDE, NUM_SLOTS, SHARDS, SHARDS)
-        self.backend = FaultyBackend(self.memory, self.faults)
-        self.table = OperationTable(CheckedStorage(self.backend), pages, config)
+        self.pool = bytearray(random.Random(1).randbytes(config.arena_bytes))
+        self.pages = HostPages(memoryview(self.pool), NUM_SLOTS, config.sections, config.all_parts)
+        self.backend = FaultyBackend(inner or self.memory, self.faults)
+        self.table = OperationTable(CheckedStorage(self.backend), self.pages, config)
         self.table.is_open = True
         self.answers: list[Event] = []
         self.arrival = asyncio.Event()
@@ -93,23 +94,25 @@ class Desk:
         self.answers.append(event)
         self.arrival.set()
 
-    def fetch(self, op: int, pages, *, first_slot: int = 32, deadline_s: float = 60) -> None:
+    def fetch(
+        self, op: int, pages, *, first_slot: int = 32, deadline_s: float = 60, parts=b""
+    ) -> None:
         hashes = pack_hashes(page_hash(page) for page in pages)
         slots = pack_slots([first_slot + i for i in range(len(hashes) // 32)])
-        self.table.handle(Fetch(op, NAMESPACE, hashes, slots, deadline_s))
+        self.table.handle(Fetch(op, NAMESPACE, hashes, slots, deadline_s, bytes(parts)))
 
-    def persist(self, op: int, pages, *, deadline_s: float = 60) -> None:
+    def persist(self, op: int, pages, *, deadline_s: float = 60, parts=b"") -> None:
         pages = list(pages)
         hashes = pack_hashes(page_hash(page) for page in pages)
         slots = pack_slots([page % 32 for page in pages])
-        self.table.handle(Persist(op, NAMESPACE, hashes, slots, deadline_s))
+        self.table.handle(Persist(op, NAMESPACE, hashes, slots, deadline_s, bytes(parts)))
 
     def exists(self, op: int, pages, *, deadline_s: float = 60) -> None:
         hashes = pack_hashes(page_hash(page) for page in pages)
         self.table.handle(Exists(op, NAMESPACE, hashes, deadline_s))
 
-    async def stored(self, num_pages: int) -> None:
-        self.persist(1000, range(num_pages))
+    async def stored(self, num_pages: int, parts=b"") -> None:
+        self.persist(1000, range(num_pages), parts=parts)
         await self.wait_for(PersistReleased(1000))
         self.answers.clear()
 
@@ -171,11 +174,12 @@ class Engine:
     def __init__(self, folder: Path, *, host: str = "", **options) -> None:
         self.folder = folder
         self.faults = FaultFile(folder / "faults.json")
+        config = self.config(folder, **options)
         self.pool_fd = os.memfd_create("test-pool")
-        os.truncate(self.pool_fd, NUM_SLOTS * STRIDE)
-        self.pool = mmap.mmap(self.pool_fd, NUM_SLOTS * STRIDE)
-        self.pool[:] = random.Random(1).randbytes(NUM_SLOTS * STRIDE)
-        self.process = StorageProcess(self.config(folder, **options), self.pool_fd, host=host)
+        os.truncate(self.pool_fd, config.arena_bytes)
+        self.pool = mmap.mmap(self.pool_fd, config.arena_bytes)
+        self.pool[:] = random.Random(1).randbytes(config.arena_bytes)
+        self.process = StorageProcess(config, self.pool_fd, host=host)
         self.address = ""
         self.channels: StorageChannels | None = None
         self.seen: list = []
@@ -208,21 +212,21 @@ class Engine:
             self.seen += [event for _, event in self.channels.poll()]
             time.sleep(0.0005)
 
-    def persist(self, op: int, pages, deadline_s: float = 30) -> None:
+    def persist(self, op: int, pages, deadline_s: float = 30, parts=b"") -> None:
         slots = pack_slots([page % 32 for page in pages])
-        self.send(Persist(op, NAMESPACE, pages_of(pages), slots, deadline_s))
+        self.send(Persist(op, NAMESPACE, pages_of(pages), slots, deadline_s, bytes(parts)))
 
-    def persisted(self, op: int, pages) -> PersistDone:
-        self.persist(op, pages)
+    def persisted(self, op: int, pages, **options) -> PersistDone:
+        self.persist(op, pages, **options)
         self.wait_for(PersistReleased(op))
         return self.wait_for(PersistDone)
 
-    def fetch(self, op: int, pages, deadline_s: float = 30) -> None:
+    def fetch(self, op: int, pages, deadline_s: float = 30, parts=b"") -> None:
         slots = pack_slots([32 + i for i in range(len(pages))])
-        self.send(Fetch(op, NAMESPACE, pages_of(pages), slots, deadline_s))
+        self.send(Fetch(op, NAMESPACE, pages_of(pages), slots, deadline_s, bytes(parts)))
 
-    def fetched(self, op: int, pages) -> FetchSettled:
-        self.fetch(op, pages)
+    def fetched(self, op: int, pages, **options) -> FetchSettled:
+        self.fetch(op, pages, **options)
         self.wait_for(FetchReleased(op))
         return self.wait_for(FetchSettled)
 

@@ -30,7 +30,7 @@ def test_defaults():
     config = _parse({})
     assert config.storage is None
     assert config.host_memory == HostMemory("auto", 0.8)
-    assert (config.page_size, config.eviction, config.prefetch_policy) == (256, "lru", "timeout")
+    assert (config.page_size, config.eviction, config.prefetch_policy) == (None, "lru", "timeout")
     storage = _parse({"storage": URL}).storage
     assert (storage.url, storage.scheme, storage.capacity_bytes) == (URL, "file", None)
     assert (storage.read_concurrency, storage.write_concurrency) == (16, 8)

@@ -138,6 +138,10 @@ def test_null_of_a_stronger_source_restores_the_default(yaml_file):
     assert _parse(extra).storage.capacity_bytes is None
 
 
+def test_null_page_size_of_the_environment_leaves_it_to_the_model():
+    assert _parse({"page_size": 64}, PAGE_SIZE="none").page_size is None
+
+
 def test_null_storage_of_a_stronger_source_drops_all_about_storage(yaml_file):
     path = yaml_file(f"storage: {{url: {URL}, capacity: 5GiB}}\nprefetch_policy: best_effort\n")
     config = _parse({"config_file": path, "page_size": 64}, STORAGE="none")
@@ -181,7 +185,7 @@ def test_every_option_can_be_given_by_the_environment(name):
     ("env", "message"),
     [
         ({"PAGE_SIZE": "big"}, "HICACHE_PAGE_SIZE must be a whole number from 1 to 1048576, got"),
-        ({"PAGE_SIZE": "none"}, "HICACHE_PAGE_SIZE must be"),
+        ({"SAVE_AFTER_USES": "none"}, "HICACHE_SAVE_AFTER_USES must be"),
         ({"HOST_MEMORY": "8"}, "is a unit missing"),
         ({"HOST_MEMORY": ""}, 'HICACHE_HOST_MEMORY is empty; unset it, or write "none" for null'),
         ({"KV_EVENTS": "yes"}, "HICACHE_KV_EVENTS must be true or false"),

@@ -144,7 +144,6 @@ def _draw_options(
         block_size=block,
         num_host_slots=num_slots,
         page_bytes=(PAGE_BYTES,) * world_size,
-        written_bytes=(PAGE_BYTES,) * world_size,
         eviction=rng.choice(("lru", "lfu", "slru", "priority")),
         fetch=FetchPolicy(
             kind=rng.choice(("timeout", "timeout", "best_effort", "wait_complete")),

@@ -76,7 +76,7 @@ def test_a_release_without_an_answer_stores_nothing():
 def test_late_and_duplicate_answers_are_ignored_and_counted():
     rig = _rig(num_workers=2)
     rig.fill_host(TOKENS[:8])
-    done = PersistDone(1, 2, 0, 0, "complete")
+    done = PersistDone(1, 2, 0, 0, "complete", num_bytes=2 << 20)
     rig.say(done)
     rig.say(done)
     assert rig.total("persisted_bytes") == 2 << 20

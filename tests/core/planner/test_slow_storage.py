@@ -97,7 +97,6 @@ def _mean_ttft(
         num_slots=4096,
         has_storage=True,
         page_bytes=(PAGE_BYTES,),
-        written_bytes=(PAGE_BYTES,),
         skip_slow_loads=skip_slow_loads,
         fetch={"base_s": 1.0, "per_1k_tokens_s": 0.25, "min_tokens": 256},
     )

@@ -61,6 +61,39 @@ def test_the_reason_is_that_of_the_worker_that_fell_shortest():
     assert answer.reason == "missing"
 
 
+def test_parts_are_there_when_every_worker_has_them():
+    answer = WorldAnswer(3)
+    for worker_id, parts in enumerate((b"\x07\x03\x01\xff", b"\x07\x06\x05\xff\x07", b"\xff" * 9)):
+        answer.note_parts(worker_id, parts)
+    assert answer.agreed_parts(4) == [7, 2, 1, 255]
+    assert answer.agreed_parts(2) == [7, 2]
+    assert answer.agreed_parts(0) == []
+
+
+def test_parts_that_one_worker_has_said_nothing_of_count_as_absent():
+    answer = WorldAnswer(2)
+    answer.note_parts(0, b"\x07\x07\x07")
+    assert answer.agreed_parts(3) == [0, 0, 0]
+    answer.note_parts(1, b"")
+    assert answer.agreed_parts(3) == [0, 0, 0]
+    answer.note_parts(1, b"\x05")
+    assert answer.agreed_parts(3) == [5, 0, 0]
+
+
+def test_where_no_page_has_parts_none_are_agreed_on():
+    answer = WorldAnswer(2)
+    for worker_id in range(2):
+        answer.note_parts(worker_id, b"")
+    assert answer.agreed_parts(3) == [0, 0, 0]
+
+
+def test_the_first_word_of_a_worker_about_its_parts_counts():
+    answer = WorldAnswer(1)
+    answer.note_parts(0, b"\x01\x00")
+    answer.note_parts(0, b"\x07\x07")
+    assert answer.agreed_parts(2) == [1, 0]
+
+
 def test_a_message_goes_to_all_workers_or_to_none():
     link, channels = _link()
     assert link.broadcast(Cancel(1))

@@ -9,6 +9,7 @@ from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import StepPlan
 from vllm_hicache.planner import Match, Planner, Settled
 from vllm_hicache.planner_options import PlannerOptions
+from vllm_hicache.pools import KVGroup
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import WorkerProgress
 from vllm_hicache.request_state import DeviceQueue, RequestState
@@ -29,6 +30,12 @@ from vllm_hicache.storage_messages import (
 )
 
 NAMESPACE = "hc1-0123456789abcdef"
+
+
+def _shares(groups: Sequence[KVGroup], page: int, page_bytes: int) -> tuple[int, ...]:
+    """Every KV cache group has as much of a page; a state has its share whole."""
+    share = page_bytes // max(1, len(groups))
+    return tuple(share if group.is_state else share // page for group in groups)
 
 
 class HeldBlocks:
@@ -116,13 +123,13 @@ class Rig:
             "block_size": block,
             "num_host_slots": num_slots,
             "page_bytes": (1 << 20,) * num_workers,
-            "written_bytes": (1 << 20,) * num_workers,
             "eviction": "lru",
             "fetch": FetchPolicy(**policy | (fetch or {})),
             "persist_timeout_s": 30.0,
             "sync_load_max_s": 0.0,
             "defer_max_blocks": 1000,
             "shares_device_pages": True,
+            "bytes_per_token": _shares(options.get("groups", ()), page, num_workers << 20),
         }
         self.metrics = Metrics()
         self.planner = Planner(

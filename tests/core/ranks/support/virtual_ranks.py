@@ -37,7 +37,7 @@ class VirtualRank:
         for op in (*plan.sync_loads, *plan.loads):
             self.start(Direction.LOAD, op)
 
-    @checked(stream="start {direction}", key="op.op_id", arguments="op.copies")
+    @checked(stream="start {direction}", key="op.op_id", arguments="op.all_copies")
     def start(self, direction: Direction, op: CopyOp) -> None:
         self.running[direction].append(op.op_id)
 
