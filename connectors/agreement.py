@@ -7,7 +7,6 @@ import torch
 from torch import distributed
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.layout import PageLayout
 
 _REFUSED = -1
 
@@ -34,9 +33,9 @@ class WorkerFacts:
         return cls(replica, worker_id, _REFUSED, 0, 0)
 
 
-def layout_digest(layout: PageLayout, *details: object) -> int:
+def layout_digest(*details: object) -> int:
     """63 bits over everything that must be equal on all workers."""
-    text = repr((sorted(layout.digest_fields().items()), details))
+    text = repr(details)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
 

@@ -163,8 +163,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
-        self.scheduler_side.update_state_after_alloc(request, block_ids, num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self.scheduler_side.update_state_after_alloc(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
@@ -182,13 +182,13 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler_side.request_finished(request, block_ids)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        self.scheduler_side.request_finished(request, block_ids)
+        return False, None
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return self.scheduler_side.take_events()

@@ -41,22 +41,36 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass(frozen=True)
-class WorkerHello(KVConnectorHandshakeMetadata):
-    """Worker -> scheduler, once, after its KV cache is registered."""
+class PageRows:
+    """What an engine's namespace says of its rows: the same on all workers.
 
-    worker_id: int
-    num_slots: int
+    A model of several pools has zeros: each of them has a digest of its own.
+    """
+
+    kind: str
+    """``full_attention``, ``latent``, ``window``, ``chunk``, or ``pools``."""
+    reach: int
+    """Tokens of the window or chunk; 0 without one."""
     page_size: int
-    page_bytes: int
-    written_bytes: int
-    """Of a page, what this worker writes to storage."""
-    layout_digest: int
     token_packing: str
     k_row_bytes: int
     v_row_bytes: int
     total_kv_heads: int
     heads_per_group: int
     layer_partition: int
+
+
+@dataclass(frozen=True)
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """Worker -> scheduler, once, after its KV cache is registered."""
+
+    worker_id: int
+    num_slots: int
+    page_bytes: int
+    bytes_per_token: tuple[int, ...]
+    """Of each KV cache group on this worker; of a state, its own bytes."""
+    layout_digest: int
+    rows: PageRows
     storage_address: str | None
     board_path: str
     board_token: int

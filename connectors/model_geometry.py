@@ -18,16 +18,17 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from vllm_hicache.connectors import vllm_view
-from vllm_hicache.connectors.messages import WorkerHello
+from vllm_hicache.connectors import kv_pools, vllm_view
+from vllm_hicache.connectors.draft_layers import has_draft_state
 from vllm_hicache.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_hicache.config import HiCacheConfig
+    from vllm_hicache.connectors.kv_pools import WorkerPool
+    from vllm_hicache.connectors.messages import PageRows
     from vllm_hicache.keys import Namespace
-    from vllm_hicache.layout import PageLayout
 
 logger = logging.getLogger(__name__)
 
@@ -51,65 +52,66 @@ class ModelGeometry:
 def model_geometry(
     model: str, transfer_config: str, engine_arguments: Sequence[str]
 ) -> ModelGeometry:
-    """Build vLLM's configuration of these command-line arguments and derive what follows.
+    """Build vLLM's configuration of these command-line arguments and derive what follows for the
+    model itself: draft state has objects of its own, which change no name of the model's.
 
     Raises:
         ConfigError: vLLM or this package refuses the combination.
     """
     vllm_config = _vllm_config(model, transfer_config, engine_arguments)
     config = vllm_view.parse_config(vllm_config)
-    layouts = [
-        _layout(vllm_config, config, stage, rank)
-        for stage in range(vllm_config.parallel_config.pipeline_parallel_size)
-        for rank in range(vllm_config.parallel_config.tensor_parallel_size)
+    has_draft_state(vllm_config)  # refuses methods that are not certified
+    vllm_config.speculative_config = None  # how drafters place their layers is theirs to say
+    pools = [
+        worker_pool
+        for rank in range(vllm_config.parallel_config.world_size)
+        for worker_pool in _worker_pools(vllm_config, config, rank)
     ]
-    hello = expected_hello(vllm_config, config)
+    rows = expected_rows(vllm_config, config)
     identity = vllm_view.weights_identity(vllm_config, config)
     epoch = "" if identity else RANDOM_EPOCH
     return ModelGeometry(
         config=config,
-        namespace=vllm_view.build_namespace(vllm_config, hello, identity or "", epoch),
+        namespace=vllm_view.build_namespace(vllm_config, rows, identity or "", epoch),
         is_proven=identity is not None,
-        objects=vllm_view.describe_objects(vllm_config, hello),
-        smallest_object_bytes=min(shard.length for layout in layouts for shard in layout.shards),
+        objects=vllm_view.describe_objects(vllm_config, rows),
+        smallest_object_bytes=min(
+            shard.length for worker_pool in pools for shard in worker_pool.layout.shards
+        ),
         num_workers=vllm_config.parallel_config.world_size,
     )
 
 
-def expected_hello(vllm_config: "VllmConfig", config: "HiCacheConfig") -> WorkerHello:
-    """What the first worker would say of its pages; what only a running one knows is empty."""
-    layout, kv = vllm_view.worker_page(
-        vllm_config, expected_kv_cache(vllm_config, 0), config, tp_rank=0
-    )
-    return WorkerHello(
-        worker_id=0,
-        num_slots=0,
-        page_size=layout.page_size,
-        page_bytes=layout.page_bytes,
-        written_bytes=layout.own_bytes,
-        layout_digest=0,
-        token_packing=kv.packing_id,
-        k_row_bytes=kv.k_bytes,
-        v_row_bytes=kv.v_bytes,
-        total_kv_heads=layout.total_kv_heads,
-        heads_per_group=layout.heads_per_group,
-        layer_partition=layout.layer_partition,
-        storage_address=None,
-        board_path="",
-        board_token=0,
-    )
+def expected_rows(vllm_config: "VllmConfig", config: "HiCacheConfig") -> "PageRows":
+    """What the workers would say of their rows."""
+    kv_cache = expected_kv_cache(vllm_config, 0)
+    pools = kv_pools.model_pools(vllm_config, kv_cache, config)
+    return kv_pools.page_rows(_worker_pools(vllm_config, config, 0), pools)
+
+
+def _worker_pools(
+    vllm_config: "VllmConfig", config: "HiCacheConfig", rank: int
+) -> "list[WorkerPool]":
+    """The pools of the worker of this rank."""
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    kv_cache = expected_kv_cache(vllm_config, rank // tp_size)
+    pools = kv_pools.model_pools(vllm_config, kv_cache, config)
+    place = kv_pools.Place(rank // tp_size, rank % tp_size)
+    return kv_pools.worker_pools(vllm_config, kv_cache, config, pools, place)
 
 
 def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
     """The KV cache of a worker of one pipeline stage, as far as pages depend on it.
 
     Raises:
-        ConfigError: The model keeps other than full or latent attention in every layer.
+        ConfigError: The model keeps other than full or latent attention in every layer. How
+            vLLM groups such layers is known when it runs.
     """
     model = vllm_config.model_config
-    if model.is_hybrid or model.is_attention_free:
+    if model.is_hybrid or model.is_attention_free or _has_windows(vllm_config):
         raise ConfigError(
-            "state-space and hybrid models are not supported yet; supported: full attention"
+            "what is stored of models with sliding-window or chunked attention or with states is "
+            "known to their engine alone; supported here: full attention in every layer"
         )
     cache = vllm_config.cache_config
     kind = MLAAttentionSpec if model.use_mla else FullAttentionSpec
@@ -119,8 +121,6 @@ def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
         head_size=model.get_head_size(),
         dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, model),
         kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
-        sliding_window=_sliding_window(vllm_config),
-        attention_chunk_size=getattr(model.hf_text_config, "attention_chunk_size", None),
     )
     starts = vllm_view.stage_starts(vllm_config)
     stops = (*starts[1:], model.get_total_num_hidden_layers())
@@ -130,19 +130,17 @@ def expected_kv_cache(vllm_config: "VllmConfig", stage: int) -> KVCacheConfig:
     )
 
 
-def _sliding_window(vllm_config: "VllmConfig") -> int | None:
-    """The window of any layer; the cache configuration has it only where all layers do."""
+def _has_windows(vllm_config: "VllmConfig") -> bool:
+    """Whether any layer has a window or chunks; the cache configuration has a window only where
+    all layers do."""
     model = vllm_config.model_config
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    has_some = "sliding_attention" in kinds
-    return model.get_sliding_window() if has_some else vllm_config.cache_config.sliding_window
-
-
-def _layout(
-    vllm_config: "VllmConfig", config: "HiCacheConfig", stage: int, tp_rank: int
-) -> "PageLayout":
-    kv_cache = expected_kv_cache(vllm_config, stage)
-    return vllm_view.worker_page(vllm_config, kv_cache, config, tp_rank)[0]
+    window = (
+        model.get_sliding_window()
+        if "sliding_attention" in kinds
+        else vllm_config.cache_config.sliding_window
+    )
+    return bool(window or getattr(model.hf_text_config, "attention_chunk_size", None))
 
 
 def _vllm_config(model: str, transfer_config: str, engine_arguments: Sequence[str]) -> "VllmConfig":

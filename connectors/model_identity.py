@@ -11,12 +11,13 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import msgspec
 from huggingface_hub import try_to_load_from_cache
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -69,21 +70,35 @@ def weights_fingerprint(vllm_config: VllmConfig) -> str | None:
 
     The Hugging Face commit where it is known (snapshot folder or resolved revision), else a hash
     over names, sizes, headers and samples of the checkpoint's files, which is the same on every
-    host with the same files. Model dtype, quantization, config overrides and a draft model are
-    part of it. None for dummy weights, for loaders that take weights from elsewhere than the
-    model's folder, and for files that cannot be read.
+    host with the same files. Model dtype, quantization and config overrides are part of it; a
+    drafter is not: it decides which tokens are tried, not what their KV is. None for dummy weights,
+    for loaders that take weights from elsewhere than the model's folder, and for files that cannot
+    be read.
     """
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format not in _FOLDER_FORMATS:
+    if str(vllm_config.load_config.load_format) not in _FOLDER_FORMATS:
         return None
-    target = vllm_config.model_config
-    models = [target]
+    model = vllm_config.model_config
+    return _model_fingerprint(model, model.hf_overrides)
+
+
+def draft_fingerprint(vllm_config: VllmConfig) -> str | None:
+    """The same of the drafter's weights; None if unproven or where no model drafts."""
     speculative = vllm_config.speculative_config
-    draft = speculative.draft_model_config if speculative is not None else None
-    if draft is not None and draft.model != target.model:
-        models.append(draft)
-    parts = [_model_fingerprint(model) for model in models]
-    return "+".join(part for part in parts if part) if all(parts) else None
+    if speculative is None or str(vllm_config.load_config.load_format) not in _FOLDER_FORMATS:
+        return None
+    draft = speculative.draft_model_config
+    if draft is None:
+        return None
+    return _model_fingerprint(draft, _draft_overrides(draft.hf_overrides))
+
+
+def _draft_overrides(overrides: object) -> object:
+    """Without vLLM's own rewriting of a drafter's config, which depends on that config alone and,
+    since vLLM 0.33, on values given with it."""
+    known = SpeculativeConfig.hf_config_override
+    if isinstance(overrides, partial) and overrides.func is known and not overrides.args:
+        return {name: value for name, value in overrides.keywords.items() if value is not None}
+    return None if overrides is known else overrides
 
 
 def rope_identity(hf_config: object, *, max_model_len: int | None = None) -> str:
@@ -111,9 +126,8 @@ def lora_identity(lora_request: LoRARequest) -> bytes:
     return _adapters.identity(lora_request)
 
 
-def _model_fingerprint(model: ModelConfig) -> str | None:
+def _model_fingerprint(model: ModelConfig, overrides: object) -> str | None:
     source = _weights_source(model)
-    overrides = model.hf_overrides
     if source is None or not isinstance(overrides, Mapping | None):
         return None
     parts = [source, f"dtype={model.dtype}", f"quantization={model.quantization}"]

@@ -7,12 +7,13 @@ from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from vllm_hicache.activity import ActivityLine
-from vllm_hicache.connectors import vllm_view
+from vllm_hicache.connectors import kv_pools, vllm_view
 from vllm_hicache.connectors.device_blocks import PoolReferences, drain_before_reset
 from vllm_hicache.connectors.events import PageEvents
 from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello
 from vllm_hicache.connectors.rank_checks import SchedulerChecks
 from vllm_hicache.connectors.request_hints import HintReader
+from vllm_hicache.connectors.request_tables import RequestTables
 from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
 from vllm_hicache.control_address import ControlAddress
@@ -69,10 +70,13 @@ class SchedulerSide:
     def __init__(
         self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "HiCacheConfig"
     ) -> None:
-        spec = vllm_view.full_attention_spec(kv_cache_config)
+        pools = kv_pools.model_pools(vllm_config, kv_cache_config, config)
         self._vllm_config = vllm_config
         self._config = config
-        self._block_size: int = spec.block_size
+        self._pools = pools
+        self._page_size = pools.page_size
+        self._block_size = pools.unit
+        self._tables = RequestTables(pools.groups)
         self._world_size: int = vllm_config.parallel_config.world_size
         self._shares_device_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         # Tokens that drafts or asynchronous scheduling count before they are certain.
@@ -106,11 +110,9 @@ class SchedulerSide:
             )
 
     def _page_events(self, vllm_config: "VllmConfig", config: "HiCacheConfig") -> PageEvents | None:
-        published = vllm_config.kv_events_config
-        wanted = published is not None and published.enable_kv_cache_events
-        if config.kv_events is False or not wanted:
+        if not vllm_view.publishes_events(vllm_config, config, self._pools):
             return None
-        return PageEvents(block_size=self._block_size, page_size=config.page_size)
+        return PageEvents(block_size=self._block_size, page_size=self._page_size)
 
     @property
     def planner(self) -> Planner:
@@ -121,6 +123,7 @@ class SchedulerSide:
     # Start ---------------------------------------------------------------------------------------
 
     def bind_manager(self, manager: "KVCacheManager") -> None:
+        self._tables.manager = manager
         self._blocks.pool = manager.block_pool
         drain_before_reset(manager, self._drain_copies)
 
@@ -136,7 +139,7 @@ class SchedulerSide:
             board = BoardReader.open(hello.board_path, hello.board_token)
             if board is not None:
                 self._boards[hello.worker_id] = board
-        self._first = hellos[0]
+        self._rows = hellos[0].rows
         link = self._open_storage(hellos)
         self._planner = Planner(
             self._planner_options(hellos),
@@ -157,12 +160,12 @@ class SchedulerSide:
             "HiCache: %d worker(s), %d host slots of %d tokens each, storage %s, namespace %s",
             self._world_size,
             hellos[0].num_slots,
-            self._config.page_size,
+            self._page_size,
             state,
             self._planner.namespace,
         )
         if link is not None:
-            described = vllm_view.describe_objects(self._vllm_config, self._first)
+            described = vllm_view.describe_objects(self._vllm_config, self._rows)
             logger.info("HiCache storage: %s", described)
 
     def _await_storage(self, link: StorageLink) -> str:
@@ -211,11 +214,13 @@ class SchedulerSide:
         storage = config.initial_storage
         operation_s = storage.operation_timeout_s if storage is not None else 0.0
         return PlannerOptions(
-            page_size=config.page_size,
+            page_size=self._page_size,
             block_size=self._block_size,
             num_host_slots=hellos[0].num_slots,
             page_bytes=tuple(hello.page_bytes for hello in hellos),
-            written_bytes=tuple(hello.written_bytes for hello in hellos),
+            bytes_per_token=tuple(
+                sum(sizes) for sizes in zip(*(h.bytes_per_token for h in hellos), strict=True)
+            ),
             eviction=config.eviction,
             fetch=FetchPolicy(
                 kind=config.prefetch_policy,
@@ -239,6 +244,10 @@ class SchedulerSide:
             admission=config.admission,
             max_pinned_share=config.pin_max_percent / 100,
             skip_slow_loads=config.skip_slow_loads,
+            pools=self._pools.pools,
+            groups=self._pools.groups,
+            num_unsure_tokens=self._pools.num_unsure_tokens,
+            draft_miss=config.draft_miss,
         )
 
     def _num_ahead_blocks(self) -> int:
@@ -249,14 +258,14 @@ class SchedulerSide:
 
     def _namespace(self) -> Namespace:
         return vllm_view.build_namespace(
-            self._vllm_config, self._first, self._identity or "", self._epoch
+            self._vllm_config, self._rows, self._identity or "", self._epoch
         )
 
     # A request's life ----------------------------------------------------------------------------
 
     def on_new_request(self, request: "Request") -> None:
         make_note = self._events.blocks_of_page if self._events is not None else None
-        tokens = RequestTokens(request, self._config.page_size, make_note)
+        tokens = RequestTokens(request, self._page_size, make_note)
         skips = bool(request.skip_reading_prefix_cache)
         hints = self._hints.read(request.kv_transfer_params)
         state = RequestState(
@@ -283,7 +292,10 @@ class SchedulerSide:
         return answer.num_tokens, answer.is_async
 
     def update_state_after_alloc(
-        self, request: "Request", block_ids: list[int], num_external_tokens: int
+        self,
+        request: "Request",
+        tables: tuple[list[int], ...],
+        num_external_tokens: int,
     ) -> None:
         state = self._requests.get(request.request_id)
         if state is None:
@@ -291,7 +303,8 @@ class SchedulerSide:
         if num_external_tokens == 0:
             self.planner.admit(state)
             return
-        load = self.planner.begin_load(state, num_external_tokens, block_ids, time.monotonic())
+        now = time.monotonic()
+        load = self.planner.begin_load(state, num_external_tokens, tables[0], now, tables[1:])
         self._storage_tokens[request.request_id] = (load.num_tokens, load.num_storage_tokens)
 
     def hit_sources(self, request_id: str, num_external_tokens: int) -> tuple[int, int]:
@@ -300,14 +313,15 @@ class SchedulerSide:
         num_storage = min(num_storage, num_external_tokens) if num_tokens else 0
         return num_external_tokens - num_storage, num_storage
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> None:
+    def request_finished(self, request: "Request", tables: tuple[list[int], ...]) -> None:
         """Save what the last step computed. Never asks vLLM to keep the blocks: we hold them."""
         state = self._requests.pop(request.request_id, None)
         self._storage_tokens.pop(request.request_id, None)
         if state is None:
             return
-        if state.load is None and block_ids:
-            state.block_ids = block_ids
+        if state.load is None and any(tables):
+            state.block_ids, *others = self._tables.at_end(tables)
+            state.other_tables = tuple(others)
             certain = min(request.num_computed_tokens, request.num_tokens - 1)
             self.planner.collect_saves(state, certain, time.monotonic())
         self.planner.finish(state, time.monotonic())
@@ -321,7 +335,9 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is not None:
                 planner.preempt(state)
-        self._follow_blocks(output)
+        num_taken = self._tables.follow(output, self._requests)
+        if planner.write_back is not None:
+            planner.write_back.count_taken(num_taken)
         self._collect_saves(output, now)
         scheduled = output.total_num_scheduled_tokens
         plan = planner.plan_step(is_busy=scheduled > 0, now=now)
@@ -331,42 +347,23 @@ class SchedulerSide:
         self._activity.poll()
         return PlanMetadata(plan)
 
-    def _follow_blocks(self, output: "SchedulerOutput") -> None:
-        """Keep each request's block table: whole at admission, then what each step appends."""
-        num_taken = 0
-        for new in output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
-            num_taken += len(new.block_ids[0])
-            if state is not None:
-                state.block_ids = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids is None:
-                continue
-            num_taken += len(block_ids[0])
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                state.block_ids = list(block_ids[0])
-            else:
-                state.block_ids.extend(block_ids[0])
-        if self.planner.write_back is not None:
-            self.planner.write_back.count_taken(num_taken)
-
     def _collect_saves(self, output: "SchedulerOutput", now: float) -> None:
-        page_size = self._config.page_size
+        page_size = self._page_size
         requests, planner, counts_ahead = self._requests, self.planner, self._counts_ahead
+        drafts = output.scheduled_spec_decode_tokens
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None:
                 continue
             request = state.tokens.request  # type: ignore[attr-defined]
             # Tokens that this step's forward has computed for certain: known ids only, without
-            # those that wait for a sampled token, and one step late where drafts may be rejected.
-            computed = request.num_computed_tokens - request.num_output_placeholders
+            # those that wait for a sampled token, and without drafts, which may be rejected.
+            placeholders = request.num_output_placeholders
+            computed = request.num_computed_tokens - placeholders
             if not counts_ahead:
                 computed += num_scheduled
+            elif not placeholders:
+                computed += num_scheduled - len(drafts.get(request_id, ()))
             # Nearly always false: nothing else is looked at for a request that adds no page.
             if computed >= (state.num_saved_pages + 1) * page_size:
                 planner.collect_saves(state, min(computed, request.num_tokens), now)
@@ -495,6 +492,6 @@ class SchedulerSide:
                 self._events.stored(page.page_hash, tier, page.note)  # type: ignore[arg-type]
 
     def _evicted(self, page: HostPage) -> None:
-        self.metrics.count("evicted_tokens", self._config.page_size)
+        self.metrics.count("evicted_tokens", self._page_size)
         if self._events is not None:
             self._events.removed(page.page_hash, HOST)

@@ -2,35 +2,36 @@
 vLLM that this package depends on are spelt here.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.connectors.messages import WorkerHello
+from vllm_hicache.connectors.messages import PageRows
 from vllm_hicache.connectors.model_identity import rope_identity, weights_fingerprint
 from vllm_hicache.connectors.supported_vllm import check_vllm_version
-from vllm_hicache.device_layout import DeviceLayers, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid, coarsest_grid, even_stage_starts, own_grid, readers
 from vllm_hicache.hashing import HASH_VERSION
 from vllm_hicache.host_memory import HostMemory
 from vllm_hicache.keys import FORMAT_VERSION, Namespace
-from vllm_hicache.layout import LayerSpan, PageLayout
+from vllm_hicache.layout import LayerSpan
+from vllm_hicache.pools import ModelPools
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
 
 CONNECTOR_NAME = "HiCacheConnector"
 
@@ -101,55 +102,42 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
     ):
         if size > 1:
             raise ConfigError(f"{name} of size {size} is not supported yet; allowed: 1")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+
+
+def check_options(config: HiCacheConfig, pools: ModelPools) -> None:
+    """Refuse options that know one KV cache group whose blocks stay until they are reused."""
+    groups = f"{len(pools.groups)} KV cache group(s)"
+    if config.write_policy == "write_back" and (pools.pools or len(pools.groups) > 1):
+        kinds = ", ".join(pool.name for pool in pools.pools) or "nothing"
         raise ConfigError(
-            f"speculative method {speculative.method!r} keeps draft state that is not saved yet: "
-            "a restored prefix would lose it; allowed: ngram, suffix, or none"
+            f'write_policy must be "write_through" or "write_through_selective" for this model, '
+            f'got "write_back": it has {groups} and pages that may lack {kinds}, which can be '
+            "saved only with the step that computes them"
+        )
+    if config.kv_events and not has_one_kind(pools):
+        raise ConfigError(
+            f"kv_events must be false or unset for this model, got true: it has {groups}, and "
+            "events of host and storage tell of one kind of blocks, those of full attention"
         )
 
 
-def full_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    """The one KV cache group of the model; anything else is refused by name."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-        raise ConfigError(
-            f"this model has {len(groups)} KV cache groups ({', '.join(kinds)}); supported: one "
-            "group of full attention"
-        )
-    spec = groups[0].kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        raise ConfigError(
-            "the layers of this model differ in their KV shape; supported: one shape for all"
-        )
-    if not isinstance(spec, FullAttentionSpec):
-        raise ConfigError(
-            f"KV cache of kind {type(spec).__name__} is not supported yet; supported: "
-            "FullAttentionSpec (multi-head and grouped-query attention) and MLAAttentionSpec"
-        )
-    if isinstance(spec, MLAAttentionSpec):
-        _check_latent(spec)
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        raise ConfigError(
-            "sliding-window and chunked attention are not supported yet, also where vLLM keeps "
-            "them as full attention"
-        )
-    if spec.num_head_slots not in (None, spec.num_kv_heads) or spec.tokens_per_state != 1:
-        raise ConfigError(
-            f"KV cache with {spec.num_head_slots} head slots for {spec.num_kv_heads} heads and "
-            f"{spec.tokens_per_state} tokens per state is not supported; expected one row per "
-            "token and head"
-        )
-    return spec
+def has_one_kind(pools: ModelPools) -> bool:
+    """Whether all blocks of the model itself are those of one group, which every page has."""
+    return len(pools.groups) == 1 and pools.groups[0].bit is None
 
 
-def _check_latent(spec: MLAAttentionSpec) -> None:
-    if spec.model_version is not None:
-        raise ConfigError(
-            f"latent KV of kind {spec.model_version} is not supported yet; supported: one latent "
-            "row per token and layer"
+def publishes_events(vllm_config: "VllmConfig", config: HiCacheConfig, pools: ModelPools) -> bool:
+    """Whether routers are told what host and storage hold."""
+    published = vllm_config.kv_events_config
+    if config.kv_events is False or published is None or not published.enable_kv_cache_events:
+        return False
+    if not has_one_kind(pools):
+        logger.warning(
+            "HiCache: KV events of host and storage are not published: this model keeps several "
+            "kinds of KV, and they tell of one; those of vLLM's own cache are not affected"
         )
+        return False
+    return True
 
 
 def kv_format(vllm_config: "VllmConfig", spec: FullAttentionSpec) -> KVFormat:
@@ -192,38 +180,6 @@ def _cpu_packing(vllm_config: "VllmConfig", spec: FullAttentionSpec) -> tuple[st
     return "opaque", f"cpu-{isa}-{cache_dtype}-block{spec.block_size}"
 
 
-def worker_page(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, config: HiCacheConfig, tp_rank: int
-) -> tuple[PageLayout, KVFormat]:
-    """The part of every page that this worker keeps."""
-    spec = full_attention_spec(kv_cache_config)
-    kv = kv_format(vllm_config, spec)
-    total_heads = total_kv_heads(vllm_config)
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    is_latent = isinstance(spec, MLAAttentionSpec)  # every worker keeps the whole latent
-    if not is_latent and kv.num_heads * tp_size != total_heads:
-        raise ConfigError(
-            f"{total_heads} KV heads over tensor parallelism {tp_size} gives {kv.num_heads} heads "
-            f"per worker, some of them replicas; supported: a divisor of {total_heads}"
-        )
-    head_start = 0 if is_latent else tp_rank * kv.num_heads
-    grid = storage_grid(vllm_config, config, kv.num_heads)
-    layout = PageLayout(
-        page_size=config.page_size,
-        layers=layer_span(kv_cache_config),
-        total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-        head_start=head_start,
-        head_stop=head_start + kv.num_heads,
-        total_kv_heads=total_heads,
-        heads_per_group=grid.heads_per_group,
-        row_bytes=kv.k_bytes + kv.v_bytes,
-        layer_partition=grid.layer_partition,
-        num_replicas=tp_size if is_latent else 1,
-        replica=tp_rank if is_latent else 0,
-    )
-    return layout, kv
-
-
 def total_kv_heads(vllm_config: "VllmConfig") -> int:
     """KV heads of the whole model; a latent is one head, whatever vLLM expands it to."""
     model = vllm_config.model_config
@@ -240,99 +196,72 @@ def stage_starts(vllm_config: "VllmConfig") -> tuple[int, ...]:
     return even_stage_starts(vllm_config.model_config.get_total_num_hidden_layers(), stages)
 
 
-def storage_grid(vllm_config: "VllmConfig", config: HiCacheConfig, local_heads: int) -> Grid:
-    """How pages are cut into stored objects."""
-    heads = total_kv_heads(vllm_config)
+def stage_span(vllm_config: "VllmConfig", stage: int) -> tuple[LayerSpan, int]:
+    """The layers of a pipeline stage, and how many the model has."""
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    starts = (*stage_starts(vllm_config), total)
+    return LayerSpan(starts[stage], starts[stage + 1]), total
+
+
+def storage_grid(
+    vllm_config: "VllmConfig",
+    config: HiCacheConfig,
+    *,
+    heads: int,
+    local_heads: int,
+    is_whole: bool,
+    is_first: bool,
+) -> Grid:
+    """How pages of a pool with so many heads, ``local_heads`` of them on a worker, are cut into
+    stored objects. ``is_whole``: rows that no engine cuts by heads. A number of heads that is
+    given must fit the first kind of KV, and holds for others where it fits."""
     if config.fleet is not None:
         return coarsest_grid(
             config.fleet,
             total_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-            total_kv_heads=heads,
+            total_kv_heads=1 if is_whole else heads,
             own_starts=stage_starts(vllm_config),
-            is_latent=vllm_config.model_config.use_mla,
+            is_latent=is_whole,
         )
+    given = 1 if is_whole else config.storage_head_partition
+    if given and not is_first and (heads % given or local_heads % given):
+        given = 0
     return own_grid(
         layer_partition=config.storage_layer_partition,
-        head_partition=config.storage_head_partition,
+        head_partition=given,
         total_kv_heads=heads,
         local_heads=local_heads,
     )
 
 
-def describe_objects(vllm_config: "VllmConfig", hello: WorkerHello) -> str:
+def describe_objects(vllm_config: "VllmConfig", rows: PageRows) -> str:
     """Size and number of stored objects and who can read them, for the start line."""
+    if rows.kind == "pools":
+        return "objects of several pools, readable by engines of the same grid"
     total_layers = vllm_config.model_config.get_total_num_hidden_layers()
     starts = stage_starts(vllm_config)
-    layers = hello.layer_partition or total_layers // len(starts)
-    row_bytes = hello.k_row_bytes + hello.v_row_bytes
-    num_bytes = hello.page_size * layers * hello.heads_per_group * row_bytes
-    groups = hello.total_kv_heads // hello.heads_per_group
+    layers = rows.layer_partition or total_layers // len(starts)
+    row_bytes = rows.k_row_bytes + rows.v_row_bytes
+    num_bytes = rows.page_size * layers * rows.heads_per_group * row_bytes
+    groups = rows.total_kv_heads // rows.heads_per_group
     per_page = groups * -(-total_layers // layers)
     sizes = readers(
-        Grid(hello.layer_partition, hello.heads_per_group),
+        Grid(rows.layer_partition, rows.heads_per_group),
         total_layers=total_layers,
-        total_kv_heads=hello.total_kv_heads,
+        total_kv_heads=rows.total_kv_heads,
         own_starts=starts,
         is_latent=vllm_config.model_config.use_mla,
     )
     return (
-        f"objects of {num_bytes / 1024:.0f} KiB, {per_page * 1000 / hello.page_size:.1f} for 1,000 "
+        f"objects of {num_bytes / 1024:.0f} KiB, {per_page * 1000 / rows.page_size:.1f} for 1,000 "
         f"tokens, readable by engines of TP {', '.join(map(str, sizes['tp']))} and PP "
         f"{', '.join(map(str, sizes['pp']))}"
     )
 
 
-def layer_span(kv_cache_config: KVCacheConfig) -> LayerSpan:
-    """Absolute layers of this worker."""
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    numbers = sorted(extract_layer_index(name) for name in names)
-    if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        raise ConfigError(
-            f"expected one attention layer after the other on a worker, got layers {numbers} "
-            f"({', '.join(names[:4])} ...)"
-        )
-    return LayerSpan(numbers[0], numbers[-1] + 1)
-
-
-def worker_device_layers(
-    kv_caches: dict[str, torch.Tensor],
-    kv_cache_config: KVCacheConfig,
-    layout: PageLayout,
-    kv: KVFormat,
-) -> list[DeviceLayers]:
-    """Where this worker's rows lie in its KV buffer, from vLLM's placement and layout name.
-
-    Axis 2 of vLLM's views tells into blocks of how many tokens its kernels split a block.
-    """
-    layout_name = kv_cache_config.kv_cache_layout
-    rows = RowFormat(
-        num_heads=kv.num_heads,
-        k_bytes=kv.k_bytes,
-        v_bytes=kv.v_bytes,
-        itemsize=kv.itemsize,
-        packing=kv.packing,  # type: ignore[arg-type]
-    )
-    return [
-        device_layers(
-            TensorPlacement(
-                layers=tuple(extract_layer_index(n) - layout.layers.start for n in tensor.layers),
-                num_blocks=kv_cache_config.num_blocks,
-                layer_stride=tensor.layer_stride,
-                block_stride=tensor.block_stride,
-                offset=tensor.offset,
-            ),
-            rows,
-            layout_name=str(layout_name),
-            block_size=kv.block_size,
-            kernel_block_size=kv_caches[tensor.layers[0]].shape[2],
-        )
-        for tensor in kv_cache_config.kv_cache_tensors
-    ]
-
-
 def kv_buffer(kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> torch.Tensor:
     """The bytes behind all layers, flat; checked against where vLLM's own views begin."""
-    first = kv_caches[kv_cache_config.kv_cache_groups[0].layer_names[0]]
+    first = kv_caches[kv_cache_config.kv_cache_tensors[0].layers[0]]
     storage = first.untyped_storage()
     for tensor in kv_cache_config.kv_cache_tensors:
         for i, name in enumerate(tensor.layers):
@@ -348,9 +277,9 @@ def kv_buffer(kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig
 
 
 def build_namespace(
-    vllm_config: "VllmConfig", hello: WorkerHello, identity: str, epoch: str
+    vllm_config: "VllmConfig", rows: PageRows, identity: str, epoch: str
 ) -> Namespace:
-    """Everything that must agree before pages may be shared; ``hello`` is any worker's."""
+    """Everything that must agree before pages may be shared; ``rows`` are any worker's."""
     model = vllm_config.model_config
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     return Namespace(
@@ -359,16 +288,16 @@ def build_namespace(
         weights=identity,
         dtype=str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         kv_scales="checkpoint" if cache_dtype.startswith("fp8") else "none",
-        page_size=hello.page_size,
+        page_size=rows.page_size,
         rope=rope_identity(model.hf_text_config, max_model_len=model.max_model_len),
-        group_kind="latent" if model.use_mla else "full_attention",
-        window=0,
-        total_kv_heads=hello.total_kv_heads,
-        heads_per_group=hello.heads_per_group,
-        layer_partition=hello.layer_partition,
-        k_row_bytes=hello.k_row_bytes,
-        v_row_bytes=hello.v_row_bytes,
-        token_packing=hello.token_packing,
+        group_kind=rows.kind,
+        window=rows.reach,
+        total_kv_heads=rows.total_kv_heads,
+        heads_per_group=rows.heads_per_group,
+        layer_partition=rows.layer_partition,
+        k_row_bytes=rows.k_row_bytes,
+        v_row_bytes=rows.v_row_bytes,
+        token_packing=rows.token_packing,
         hash_version=HASH_VERSION,
         epoch=epoch,
     )

@@ -9,17 +9,18 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
 
 from vllm_hicache.checked_calls import checked
-from vllm_hicache.connectors import agreement, vllm_view
+from vllm_hicache.connectors import agreement, kv_pools, vllm_view
+from vllm_hicache.connectors.kv_placement import device_groups
 from vllm_hicache.connectors.messages import ReportMetadata, WorkerHello
 from vllm_hicache.connectors.rank_checks import WorkerChecks
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.host_memory import resolve_host_bytes, tightest_memory_limit
 from vllm_hicache.host_pool import HostPool
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
 from vllm_hicache.plan import CopyOp, Direction, StepPlan
 from vllm_hicache.progress_board import ProgressBoard
 from vllm_hicache.rank_consensus import check_plan
-from vllm_hicache.storage_process_config import StorageProcessConfig
+from vllm_hicache.storage_process_config import Section, StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 from vllm_hicache.transfer import CopyEngine
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_hicache.config import HiCacheConfig
-    from vllm_hicache.connectors.vllm_view import KVFormat
-    from vllm_hicache.layout import PageLayout
+    from vllm_hicache.connectors.kv_pools import WorkerPool
+    from vllm_hicache.pools import ModelPools, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,19 @@ SLEEP_DRAIN_S = 30.0
 """Copies that vLLM let start before it sleeps end in milliseconds."""
 
 
-def agreed_slots(agreed: "tuple[int, int, PageLayout, KVFormat]") -> int:
+def agreed_slots(agreed: "tuple[int, int, list[WorkerPool]]") -> int:
     """Host slots, the same on all workers."""
     return agreed[0]
 
 
-def agreed_layout(agreed: "tuple[int, int, PageLayout, KVFormat]") -> int:
+def agreed_layout(agreed: "tuple[int, int, list[WorkerPool]]") -> int:
     """Digest of the page layout, the same on all workers."""
     return agreed[1]
+
+
+def _shown(pool: "Pool") -> str:
+    """Its name, and what the names of its stored objects end in."""
+    return f"{pool.name} _P{pool.digest}" if pool.digest else pool.name
 
 
 class WorkerSide:
@@ -65,6 +71,9 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self.worker_id: int = vllm_config.parallel_config.rank
+        self._pools: ModelPools
+        self.pools: list[WorkerPool] = []
+        """What this worker has of each kind of KV."""
         self.hello: WorkerHello | None = None
         self.engine: CopyEngine | None = None
         self.pool: HostPool | None = None
@@ -86,67 +95,79 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Agree with all workers on the number of host slots, then allocate and start storage."""
         buffer = vllm_view.kv_buffer(kv_caches, self._kv_cache_config)
-        num_slots, digest, layout, kv = self._agree(buffer)
-        layers = vllm_view.worker_device_layers(kv_caches, self._kv_cache_config, layout, kv)
+        num_slots, digest, pools = self._agree(buffer)
+        self.pools = pools
         started = time.monotonic()
-        self.pool = HostPool(num_slots, layout.slot_stride, name=f"hicache-{self.worker_id}")
+        strides = [worker_pool.layout.slot_stride for worker_pool in pools]
+        self.pool = HostPool(num_slots, strides, name=f"hicache-{self.worker_id}")
         pinned = self.pool.pin() if buffer.device.type == "cuda" else False
         logger.info(
-            "HiCache worker %d: %d host slots of %d tokens, %.2f GiB%s in %.1f s",
+            "HiCache worker %d: %d host slots of %d tokens (%s), %.2f GiB%s in %.1f s",
             self.worker_id,
             num_slots,
-            layout.page_size,
+            self._pools.page_size,
+            ", ".join(_shown(worker_pool.pool) for worker_pool in pools),
             self.pool.num_bytes / 2**30,
             ", pinned" if pinned else "",
             time.monotonic() - started,
         )
-        copier = PageCopier(buffer, layers, layout, kv.block_size)
+        copiers = [
+            PageCopier(
+                buffer,
+                device_groups(worker_pool, kv_caches, self._kv_cache_config, self._pools.groups),
+                worker_pool.layout,
+            )
+            for worker_pool in pools
+        ]
         self._board = ProgressBoard()
         if self._checks is not None:
             self._checks.start(self._board)
-        self.engine = CopyEngine(copier, self.pool, publish=self._publish, device=buffer.device)
+        self.engine = CopyEngine(
+            PoolsCopier(copiers), self.pool, publish=self._publish, device=buffer.device
+        )
         self.hello = WorkerHello(
             worker_id=self.worker_id,
             num_slots=num_slots,
-            page_size=layout.page_size,
-            page_bytes=layout.page_bytes,
-            written_bytes=layout.own_bytes,
+            page_bytes=sum(worker_pool.layout.page_bytes for worker_pool in pools),
+            bytes_per_token=kv_pools.bytes_per_token(pools, self._pools),
             layout_digest=digest,
-            token_packing=kv.packing_id,
-            k_row_bytes=kv.k_bytes,
-            v_row_bytes=kv.v_bytes,
-            total_kv_heads=layout.total_kv_heads,
-            heads_per_group=layout.heads_per_group,
-            layer_partition=layout.layer_partition,
-            storage_address=self._start_storage(layout, num_slots),
+            rows=kv_pools.page_rows(pools, self._pools),
+            storage_address=self._start_storage(pools, num_slots),
             board_path=self._board.path,
             board_token=self._board.token,
         )
 
     @checked(stream="start", in_step=True, result=(agreed_slots, agreed_layout))
-    def _agree(self, buffer: torch.Tensor) -> "tuple[int, int, PageLayout, KVFormat]":
+    def _agree(self, buffer: torch.Tensor) -> "tuple[int, int, list[WorkerPool]]":
         parallel = self._vllm_config.parallel_config
         replica = parallel.data_parallel_index
+        stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
         group = get_world_group().cpu_group if parallel.world_size > 1 else None
         try:
-            layout, kv = vllm_view.worker_page(
+            self._pools = kv_pools.model_pools(
+                self._vllm_config, self._kv_cache_config, self._config
+            )
+            pools = kv_pools.worker_pools(
                 self._vllm_config,
                 self._kv_cache_config,
                 self._config,
-                get_tensor_model_parallel_rank(),
+                self._pools,
+                kv_pools.Place(stage, get_tensor_model_parallel_rank()),
             )
-            self._check_objects(layout)
-            num_slots = self._affordable_slots(layout, buffer.numel())
-            digest = agreement.layout_digest(layout, kv.packing_id, kv.k_bytes, kv.v_bytes)
+            self._check_objects(pools)
+            num_slots = self._affordable_slots(pools, buffer.numel())
+            rows = kv_pools.page_rows(pools, self._pools)
+            digest = agreement.layout_digest(self._pools, rows)
         except ConfigError:
             # The others must hear of it, or they would wait for this worker.
             agreement.gather_facts(agreement.WorkerFacts.refused(replica, self.worker_id), group)
             raise
-        facts = agreement.WorkerFacts(replica, self.worker_id, num_slots, digest, layout.page_bytes)
+        page_bytes = sum(worker_pool.layout.page_bytes for worker_pool in pools)
+        facts = agreement.WorkerFacts(replica, self.worker_id, num_slots, digest, page_bytes)
         everyone = agreement.gather_facts(facts, group)
-        return agreement.agree_on_slots(everyone, parallel.world_size), digest, layout, kv
+        return agreement.agree_on_slots(everyone, parallel.world_size), digest, pools
 
-    def _affordable_slots(self, layout: "PageLayout", device_pool_bytes: int) -> int:
+    def _affordable_slots(self, pools: "list[WorkerPool]", device_pool_bytes: int) -> int:
         limit = tightest_memory_limit()
         parallel = self._vllm_config.parallel_config
         num_bytes = resolve_host_bytes(
@@ -156,22 +177,24 @@ class WorkerSide:
             available=limit.available_bytes,
             limited_by=limit.source,
         )
-        num_slots = num_bytes // layout.slot_stride
+        slot_bytes = sum(worker_pool.layout.slot_stride for worker_pool in pools)
+        num_slots = num_bytes // slot_bytes
         if num_slots < 1:
             raise ConfigError(
                 f"host_memory gives {num_bytes} bytes per worker, less than one page of "
-                f"{layout.slot_stride} bytes; raise host_memory or lower page_size"
+                f"{slot_bytes} bytes; raise host_memory or lower page_size"
             )
         return num_slots
 
-    def _check_objects(self, layout: "PageLayout") -> None:
+    def _check_objects(self, pools: "list[WorkerPool]") -> None:
         """Refuse stored objects so small that operations, not bytes, would set the speed."""
         if self._config.storage is None:
             return
-        smallest = min(shard.length for shard in layout.shards)
+        shards = [shard for worker_pool in pools for shard in worker_pool.layout.shards]
+        smallest = min(shard.length for shard in shards)
         advice = (
             "raise page_size, storage_layer_partition or storage_head_partition "
-            f"(page of {layout.page_size} tokens, {len(layout.shards)} objects per worker)"
+            f"(page of {self._pools.page_size} tokens, {len(shards)} objects per worker)"
         )
         if smallest < self._config.min_object_bytes:
             raise ConfigError(
@@ -181,7 +204,7 @@ class WorkerSide:
         if smallest < SMALL_OBJECT_BYTES and self.worker_id == 0:
             logger.warning("HiCache: stored objects have %d bytes only; %s", smallest, advice)
 
-    def _start_storage(self, layout: "PageLayout", num_slots: int) -> str | None:
+    def _start_storage(self, pools: "list[WorkerPool]", num_slots: int) -> str | None:
         storage = self._config.initial_storage
         if storage is None or self.pool is None:
             return None
@@ -191,9 +214,18 @@ class WorkerSide:
             StorageProcessConfig(
                 worker_id=self.worker_id,
                 num_slots=num_slots,
-                slot_stride=layout.slot_stride,
-                shards=layout.shards,
-                own_shards=layout.own_shards,
+                sections=tuple(
+                    Section(
+                        base=base,
+                        slot_stride=worker_pool.layout.slot_stride,
+                        shards=worker_pool.layout.shards,
+                        own_shards=worker_pool.layout.own_shards,
+                        bit=worker_pool.pool.bit,
+                        may_be_zero=worker_pool.pool.may_be_zero,
+                    )
+                    for worker_pool, base in zip(pools, self.pool.bases, strict=True)
+                ),
+                all_parts=self._pools.all_parts,
                 storage=storage,
             ),
             self.pool.fd,
@@ -248,13 +280,13 @@ class WorkerSide:
             self._submit(Direction.SAVE, op)
 
     # Which copies this worker starts. Saves of a step may be started at the beginning of the next.
-    @checked(stream="start {direction}", key="op.op_id", arguments="op.copies")
+    @checked(stream="start {direction}", key="op.op_id", arguments="op.all_copies")
     def _submit(self, direction: Direction, op: CopyOp) -> None:
         if self.engine is None or self._is_asleep:
             raise InvariantBroken("a plan came while no KV caches are registered")
         self._submit_times[direction, op.op_id] = time.monotonic()
         self._submitted[direction] = op.op_id
-        self.engine.submit(direction, op.op_id, op.copies, self.engine.fence())
+        self.engine.submit(direction, op.op_id, op.all_copies, self.engine.fence())
 
     @checked(in_step=True, result=True)
     def take_failed_requests(self) -> set[str]:

@@ -19,12 +19,13 @@ MEMBER_TYPES = {
     ("FreeKVCacheBlockQueue", "fake_free_list_tail"): "KVCacheBlock",
     ("KVCacheConfig", "kv_cache_groups"): "[KVCacheGroupSpec]",
     ("KVCacheConfig", "kv_cache_tensors"): "[KVCacheTensor]",
-    # Only full attention is accepted; the others are told apart by their class.
-    ("KVCacheGroupSpec", "kv_cache_spec"): "FullAttentionSpec",
+    # What only some kinds have is read where they are told apart, by functions that name the kind.
+    ("KVCacheGroupSpec", "kv_cache_spec"): "KVCacheSpec",
     ("KVCacheManager", "block_pool"): "BlockPool",
     ("MultiModalFeatureSpec", "mm_position"): "PlaceholderRange",
     ("Request", "lora_request"): "LoRARequest",
     ("Request", "mm_features"): "[MultiModalFeatureSpec]",
+    ("SchedulerOutput", "kv_connector_block_state"): "KVConnectorBlockState",
     ("SchedulerOutput", "scheduled_cached_reqs"): "CachedRequestData",
     ("SchedulerOutput", "scheduled_new_reqs"): "[NewRequestData]",
     ("SpeculativeConfig", "draft_model_config"): "ModelConfig",

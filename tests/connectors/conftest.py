@@ -1,9 +1,17 @@
-"""What a connector changes in its process is undone after each test."""
+"""What a connector changes in its process is undone after each test.
+
+Support modules of these tests are imported by their bare names.
+"""
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+SUPPORT = str(Path(__file__).resolve().parent / "support")
+if SUPPORT not in sys.path:
+    sys.path.insert(0, SUPPORT)
 
 
 @pytest.fixture(autouse=True)

@@ -152,6 +152,13 @@ def test_what_no_engine_would_start_with_is_refused(look, arguments, options, sa
         look(*arguments, **options)
 
 
+def test_a_drafter_changes_nothing_of_what_the_model_stores(look, alone, tiny_llama):
+    drafter = str(tiny_llama(num_layers=2))
+    drafting = {"model": drafter, "method": "draft_model", "num_speculative_tokens": 2}
+    found = look("--block-size", "32", "--speculative-config", json.dumps(drafting))
+    assert found == alone
+
+
 def test_a_window_that_no_layer_uses_does_not_count(look, alone):
     unused = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
     found = look("--hf-overrides", json.dumps(unused))

@@ -1,5 +1,6 @@
 """Fingerprints of weights, rotary embedding and adapters on small real files."""
 
+import functools
 import json
 import os
 import time
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
+from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
 
 from vllm_hicache.connectors.model_identity import (
+    draft_fingerprint,
     lora_identity,
     rope_identity,
     weights_fingerprint,
@@ -247,24 +250,60 @@ def test_files_that_cannot_be_read_prove_nothing(tmp_path, name):
         {"dtype": "torch.float16"},
         {"quantization": "fp8"},
         {"hf_overrides": {"num_hidden_layers": 2}},
-        {"draft": "org/draft"},
     ],
 )
 def test_what_changes_the_computation_changes_the_fingerprint(tmp_path, changes):
     folder = _write_checkpoint(tmp_path / "a")
-    if "draft" in changes:
-        changes = {"draft": _write_checkpoint(tmp_path / "draft", seed=2)}
     before = weights_fingerprint(_vllm_config(folder))
     after = weights_fingerprint(_vllm_config(folder, **changes))
     assert after is not None
     assert after != before
 
 
-def test_draft_model_that_is_not_proven_makes_the_whole_unproven(tmp_path):
+def test_a_drafter_leaves_the_targets_fingerprint_as_it_is(tmp_path):
     folder = _write_checkpoint(tmp_path / "a")
-    assert weights_fingerprint(_vllm_config(folder, draft="org/draft")) is None
-    # Drafts from the same checkpoint (MTP, n-gram) need no identity of their own.
-    assert weights_fingerprint(_vllm_config(folder, draft=folder)) is not None
+    alone = weights_fingerprint(_vllm_config(folder))
+    assert alone is not None
+    draft = _write_checkpoint(tmp_path / "draft", seed=2)
+    assert weights_fingerprint(_vllm_config(folder, draft=draft)) == alone
+    assert weights_fingerprint(_vllm_config(folder, draft="org/unproven")) == alone
+
+
+def test_a_drafter_has_a_fingerprint_of_its_own_weights(tmp_path):
+    folder = _write_checkpoint(tmp_path / "a")
+    drafts = [_write_checkpoint(tmp_path / f"draft{i}", seed=i) for i in (2, 3)]
+    first, second = (draft_fingerprint(_vllm_config(folder, draft=draft)) for draft in drafts)
+    assert first is not None
+    assert second is not None
+    assert first != second
+    # A drafter in the target's own checkpoint (MTP) is known by that.
+    assert draft_fingerprint(_vllm_config(folder, draft=folder)) == weights_fingerprint(
+        _vllm_config(folder)
+    )
+
+
+def test_a_drafter_that_is_not_proven_has_no_fingerprint(tmp_path):
+    folder = _write_checkpoint(tmp_path / "a")
+    assert draft_fingerprint(_vllm_config(folder)) is None
+    assert draft_fingerprint(_vllm_config(folder, draft="org/draft")) is None
+    assert draft_fingerprint(_vllm_config(folder, draft=folder, load_format="dummy")) is None
+
+
+def test_vllms_own_rewriting_of_a_drafters_config_is_proven_and_no_other_code_is(tmp_path):
+    config = _vllm_config(_write_checkpoint(tmp_path / "a"), draft=tmp_path / "a")
+    plain = draft_fingerprint(config)
+    assert plain is not None
+    draft = config.speculative_config.draft_model_config
+    # vLLM sets this one for all drafters of a target whose overrides are no code.
+    draft.hf_overrides = SpeculativeConfig.compose_draft_hf_overrides({"rope_theta": 1e4})
+    assert draft_fingerprint(config) == plain
+    rewriting = SpeculativeConfig.hf_config_override
+    draft.hf_overrides = functools.partial(rewriting, given=None)  # as vLLM 0.33 does
+    assert draft_fingerprint(config) == plain
+    draft.hf_overrides = functools.partial(rewriting, given={"num_nextn_predict_layers": 2})
+    assert draft_fingerprint(config) not in (plain, None)
+    draft.hf_overrides = SpeculativeConfig.compose_draft_hf_overrides(lambda config: config)
+    assert draft_fingerprint(config) is None
 
 
 def test_overrides_that_are_code_are_not_proven(tmp_path):

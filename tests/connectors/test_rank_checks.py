@@ -38,7 +38,6 @@ OPTIONS = PlannerOptions(
     block_size=32,
     num_host_slots=4,
     page_bytes=(4096,) * 4,
-    written_bytes=(4096,) * 4,
     eviction="lru",
     fetch=FetchPolicy("timeout", 1.0, 0.0, 0, 0.05, 10.0),
     persist_timeout_s=30.0,
@@ -60,8 +59,8 @@ class Copies:
 
     NUM_BLOCKS = 8
 
-    def save(self, copy_list: np.ndarray, host: torch.Tensor) -> None:
-        if copy_list[:, 2].max() >= self.NUM_BLOCKS:
+    def save(self, copies: tuple[np.ndarray, ...], host: tuple[torch.Tensor, ...]) -> None:
+        if copies[0][:, 2].max() >= self.NUM_BLOCKS:
             raise IndexError("no such block")
 
     load = save
@@ -79,7 +78,7 @@ def make_side() -> Iterator[Callable[..., WorkerSide]]:
         parallel = ParallelConfig()
         parallel.rank = worker_id
         side = WorkerSide(VllmConfig(parallel_config=parallel), None, settings)
-        side.pool = HostPool(4, 4096)
+        side.pool = HostPool(4, [4096])
         side._board = ProgressBoard()
         if side._checks is not None:
             side._checks.start(side._board)

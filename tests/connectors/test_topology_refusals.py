@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_hicache.config import HiCacheConfig
-from vllm_hicache.connectors import vllm_view
+from vllm_hicache.connectors import kv_pools, vllm_view
 from vllm_hicache.errors import ConfigError
 
 pytestmark = [pytest.mark.services, pytest.mark.vllm]
@@ -62,8 +62,11 @@ def _pages(
                 kv_cache_tensors=[],
                 kv_cache_groups=[KVCacheGroupSpec(names, spec)],
             )
-            workers = [vllm_view.worker_page(vllm_config, cache, config, r) for r in range(tp)]
-            layouts += [layout for layout, _ in workers]
+            pools = kv_pools.model_pools(vllm_config, cache, config)
+            for rank in range(tp):
+                place = kv_pools.Place(stage, rank)
+                (found,) = kv_pools.worker_pools(vllm_config, cache, config, pools, place)
+                layouts.append(found.layout)
         return layouts
 
 
