@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests: `bash tests/run.sh` before a push (under 15 minutes on 2 cores), `--full` for all
-# of them and a new docs/test-report.md, `--again` for those that failed in the last full run here:
-# the report then tells both. Sets up its own environment (tests/setup_env.sh). Fails on a failed
-# test and on any skip that tests/allowed_skips.txt does not allow.
+# of them, a new docs/test-report.md and README's table of models, `--again` for those that failed
+# in the last full run here: the report then tells both. Sets up its own environment
+# (tests/setup_env.sh). Fails on a failed test and on any skip that tests/allowed_skips.txt does not
+# allow.
 set -euo pipefail
 case "$*" in
 "") TIER=push ;;
@@ -40,6 +41,7 @@ if [ "$TIER" = again ]; then
         exit 0
     fi
     "$PY" -m pytest -q --result-log "$RESULTS/again.jsonl" "${FAILED[@]}" </dev/null || true
+    "$PY" tests/model_table.py
     exec "$PY" tests/run_summary.py --report docs/test-report.md --again "$RESULTS/again.jsonl" \
         "${LOGS[@]}"
 fi
@@ -57,5 +59,6 @@ else
     part units "not e2e and not services" -n 2 --hypothesis-profile=full
     part services "services and not e2e" --hypothesis-profile=full
     part engines "e2e"
+    "$PY" tests/model_table.py
     "$PY" tests/run_summary.py --report docs/test-report.md "${LOGS[@]}"
 fi

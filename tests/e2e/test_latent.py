@@ -27,6 +27,7 @@ from engine_in_process import (
     restored_hit,
     running,
 )
+from model_results import note_restored
 from tiny_latent import LATENT, NUM_LAYERS, ROPE, write_latent
 
 from vllm_hicache.connectors.model_geometry import model_geometry
@@ -102,6 +103,7 @@ def test_rows_come_back_from_host_and_files_as_they_were_computed(
     for (_, computed), (_, loaded), (_, fetched) in zip(cold, host, file, strict=True):
         assert np.array_equal(computed, loaded)
         assert np.array_equal(computed, fetched)
+    note_restored("DeepSeek-V2")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,7 @@ def test_two_workers_read_what_one_and_what_two_wrote(chain: list[Mapping[str, A
         assert counters["objects_read"] == 2 * num_pages * NUM_LAYERS
         assert two[name]["restored"] == two[name]["device"]  # which is host: see above
     assert [record["problems"] for record in chain] == [[], []]
+    note_restored("DeepSeek-V2", tp=2)
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ from engine_in_process import (
     largest_difference,
     restored_hit,
 )
+from model_results import note_restored
 from tiny_experts import write_experts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -183,6 +184,10 @@ def test_restored_answers_equal_cold_ones(run: Run) -> None:
     cold = run.phases["cold"]
     for name in ("device", *run.restored_phases):
         assert_same(run.phases[name].all_answers, cold.all_answers, COLD_TOLERANCE)
+    for name in run.restored_phases:
+        assert run.phases[name].cached == run.restored, run.explain()
+    if not run.topology.has_experts:
+        note_restored("Llama (GQA)", tp=run.topology.tp, pp=run.topology.pp)
 
 
 def test_vllm_says_of_each_prompt_how_much_was_cached(run: Run) -> None:

@@ -2,15 +2,20 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PoolsCopier
 from vllm_hicache.plan import Direction
+
+Copies = Sequence[np.ndarray]
+"""One copy list for each KV cache group."""
+Regions = Sequence[torch.Tensor]
+"""One region of host slots for each pool."""
 
 
 @dataclass
@@ -18,7 +23,7 @@ class CopySpy:
     """What happens to copies of this process from now on. Attributes may be changed at any time."""
 
     records: list[tuple[Direction, np.ndarray]] = field(default_factory=list)
-    """Every copy list, in order of execution."""
+    """Every copy list of the first KV cache group, in order of execution."""
     delay_s: dict[Direction, float] = field(default_factory=dict)
     flips_loads: bool = False
     """Loads bring the numbers with the wrong sign."""
@@ -64,37 +69,40 @@ class CopySpy:
 def spying() -> Iterator[CopySpy]:
     """Engines that start inside are spied upon."""
     spy = CopySpy()
-    load, save = PageCopier.load, PageCopier.save
+    load, save = PoolsCopier.load, PoolsCopier.save
 
-    def spied_load(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
-        fails = spy.before(Direction.LOAD, copy_list)
-        (flipped if spy.flips_loads or fails else load)(copier, copy_list, host)
+    def spied_load(copier: PoolsCopier, copies: Copies, host: Regions) -> None:
+        fails = spy.before(Direction.LOAD, copies[0])
+        (flipped if spy.flips_loads or fails else load)(copier, copies, host)
         if fails:
             raise OSError("told to fail")
 
-    def spied_save(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
-        if spy.before(Direction.SAVE, copy_list):
+    def spied_save(copier: PoolsCopier, copies: Copies, host: Regions) -> None:
+        if spy.before(Direction.SAVE, copies[0]):
             raise OSError("told to fail")
-        save(copier, copy_list, host)
+        save(copier, copies, host)
 
-    def flipped(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
-        load(copier, *with_flipped_signs(copy_list, host))
+    def flipped(copier: PoolsCopier, copies: Copies, host: Regions) -> None:
+        load(copier, *with_flipped_signs(copies, host))
 
-    PageCopier.load, PageCopier.save = spied_load, spied_save
+    PoolsCopier.load, PoolsCopier.save = spied_load, spied_save
     try:
         yield spy
     finally:
         spy.open()
-        PageCopier.load, PageCopier.save = load, save
+        PoolsCopier.load, PoolsCopier.save = load, save
 
 
 def with_flipped_signs(
-    copy_list: np.ndarray, host: torch.Tensor
-) -> tuple[np.ndarray, torch.Tensor]:
-    """The same copies out of a pool with only their slots, every float32 negated."""
-    slots, places = np.unique(copy_list[:, 0], return_inverse=True)
-    pool = host[torch.from_numpy(slots.astype(np.int64))].clone()
-    pool.view(torch.float32).neg_()
-    rows = copy_list.copy()
-    rows[:, 0] = places
-    return rows, pool
+    copies: Copies, host: Regions
+) -> tuple[tuple[np.ndarray, ...], tuple[torch.Tensor, ...]]:
+    """The same copies out of pools with only their slots, every float32 negated."""
+    slots = np.unique(np.concatenate([rows[:, 0] for rows in copies]))
+    taken = torch.from_numpy(slots.astype(np.int64))
+    pools = tuple(region[taken].clone() for region in host)
+    for pool in pools:
+        pool.view(torch.float32).neg_()
+    moved = tuple(rows.copy() for rows in copies)
+    for rows in moved:
+        rows[:, 0] = np.searchsorted(slots, rows[:, 0])
+    return moved, pools

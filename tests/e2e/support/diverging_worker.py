@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from copy_spy import Copies, Regions
 
 from vllm_hicache.connectors.hicache import HiCacheConnector
 from vllm_hicache.connectors.messages import PlanMetadata
 from vllm_hicache.connectors.worker_side import WorkerSide
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PoolsCopier
 from vllm_hicache.plan import CopyOp, StepPlan
 
 DONE = "done"
@@ -57,8 +56,8 @@ def diverge_on_demand(path: Path, rank: int) -> None:
     )
     HiCacheConnector.get_transfer_results = asking(HiCacheConnector.get_transfer_results, orders)
     WorkerSide.take_failed_requests = answering(WorkerSide.take_failed_requests, orders)
-    PageCopier.save = failing(PageCopier.save, orders, "fail")
-    PageCopier.load = failing(PageCopier.load, orders, "fail load")
+    PoolsCopier.save = failing(PoolsCopier.save, orders, "fail")
+    PoolsCopier.load = failing(PoolsCopier.load, orders, "fail load")
 
 
 def binding(bind: Callable[..., None], orders: Orders) -> Callable[..., None]:
@@ -97,9 +96,9 @@ def answering(answer: Callable[..., set[str]], orders: Orders) -> Callable[..., 
 
 
 def failing(copy: Callable[..., None], orders: Orders, what: str) -> Callable[..., None]:
-    def copy_or_fail(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
+    def copy_or_fail(copier: PoolsCopier, copies: Copies, host: Regions) -> None:
         if orders.take(what):
             raise OSError("told to fail")
-        copy(copier, copy_list, host)
+        copy(copier, copies, host)
 
     return copy_or_fail

@@ -23,7 +23,7 @@ from vllm_hicache.tiers import SlotOwner
 PAGE = 64
 BLOCK = 32
 VOCABULARY = 256
-POISON = 300.0
+POISON, POISON_BYTE = 300.0, 77
 KV_TOLERANCE = 1e-4
 """Keys and values are about 1; computed in other chunks they differ by 1e-6."""
 HEADER_BYTES = 4096
@@ -248,7 +248,7 @@ class Engine:
         """Overwrite all device blocks, so that a load that copies nothing is seen."""
         if self.planner.join.world_size == 1:
             for cache in self._device_caches():
-                cache.fill_(POISON)
+                cache.fill_(POISON if cache.is_floating_point() else POISON_BYTE)
 
     # Rest ----------------------------------------------------------------------------------------
 

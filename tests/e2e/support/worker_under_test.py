@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import cpu_queues  # noqa: F401 (waiting workers nap)
-import numpy as np
-import torch
-from copy_spy import with_flipped_signs
+from copy_spy import Copies, Regions, with_flipped_signs
 from cpu_pipeline_worker import Worker
 
-from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.reference import PoolsCopier
 
-ORIGINAL_LOAD, ORIGINAL_SAVE = PageCopier.load, PageCopier.save
+ORIGINAL_LOAD, ORIGINAL_SAVE = PoolsCopier.load, PoolsCopier.save
 FLIP_LOADS = "UNDER_TEST_FLIP_LOADS"
 DIVERGE = "UNDER_TEST_DIVERGE"
 """Path of a file that tells one worker to do something else; see `diverging_worker`."""
@@ -41,12 +39,12 @@ class WorkerUnderTest(Worker):
 
 def flip_all_loads() -> None:
     """From now on every load of this process brings its numbers with the wrong sign."""
-    if PageCopier.load is ORIGINAL_LOAD:  # twice would be right again
-        PageCopier.load = load_flipped
+    if PoolsCopier.load is ORIGINAL_LOAD:  # twice would be right again
+        PoolsCopier.load = load_flipped
 
 
-def load_flipped(copier: PageCopier, copy_list: np.ndarray, host: torch.Tensor) -> None:
-    ORIGINAL_LOAD(copier, *with_flipped_signs(copy_list, host))
+def load_flipped(copier: PoolsCopier, copies: Copies, host: Regions) -> None:
+    ORIGINAL_LOAD(copier, *with_flipped_signs(copies, host))
 
 
 def slow_all_copies(delay: str) -> None:
@@ -60,4 +58,4 @@ def slow_all_copies(delay: str) -> None:
 
         return copy_late
 
-    PageCopier.load, PageCopier.save = late(ORIGINAL_LOAD), late(ORIGINAL_SAVE)
+    PoolsCopier.load, PoolsCopier.save = late(ORIGINAL_LOAD), late(ORIGINAL_SAVE)

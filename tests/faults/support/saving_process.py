@@ -15,7 +15,7 @@ from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.storage_channel import ChannelUp, StorageChannels
 from vllm_hicache.storage_messages import Persist, PersistDone, PersistReleased
-from vllm_hicache.storage_process_config import StorageProcessConfig
+from vllm_hicache.storage_process_config import Section, StorageProcessConfig
 from vllm_hicache.storage_supervisor import StorageProcess
 
 NAMESPACE = "hc1-0123456789abcdef"
@@ -42,8 +42,7 @@ def storage_config(folder: str) -> StorageProcessConfig:
     return StorageProcessConfig(
         worker_id=0,
         num_slots=NUM_SLOTS,
-        slot_stride=SLOT_BYTES,
-        shards=SHARDS,
+        sections=(Section(0, SLOT_BYTES, SHARDS, SHARDS),),
         storage=config.storage,
     )
 
