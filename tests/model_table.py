@@ -1,7 +1,7 @@
 """Make the table of restored models from what engine tests noted, and put it into README.
 
-Usage: python tests/model_table.py [RESULTS]
-RESULTS, ``.cache/results/models.jsonl`` by default, has one line for each engine that a test saw
+Usage: python tests/model_table.py [RESULTS ...]
+RESULTS, ``.cache/results/models.jsonl`` by default, have one line for each engine that a test saw
 restore (``tests/e2e/support/model_results.py``). Writes docs/model-results.json and README.md.
 """
 
@@ -87,10 +87,10 @@ def _line(name: str, kinds: str, rows: Sequence[Row], last: str) -> str:
     return f"| {name} | {kinds} | {' | '.join(cells)} | {last if last and has_any else NOT_RUN} |"
 
 
-def read_notes(path: Path) -> list[Row]:
+def read_notes(*paths: Path) -> list[Row]:
     """Rows, each once, in the order of the table; none where no test has noted anything."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = {line: json.loads(line) for line in lines}
+    texts = [path.read_text() for path in paths if path.exists()]
+    rows = {line: json.loads(line) for text in texts for line in text.splitlines()}
     return sorted(rows.values(), key=_order)
 
 
@@ -111,7 +111,7 @@ def with_table(text: str, made: str) -> str:
 
 
 def main() -> None:
-    rows = read_notes(Path(sys.argv[1]) if len(sys.argv) > 1 else NOTED)
+    rows = read_notes(*(map(Path, sys.argv[1:]) if len(sys.argv) > 1 else [NOTED]))
     lines = ",\n".join(json.dumps(row) for row in rows)
     KEPT.write_text(f"[\n{lines}\n]\n")
     README.write_text(with_table(README.read_text(), table(rows)))

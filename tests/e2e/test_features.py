@@ -100,7 +100,7 @@ def test_a_local_hit_that_ends_inside_a_page_loads_only_the_missing_blocks(
     engine.settle()
     assert_same(restored, cold, COLD_TOLERANCE)
     assert [a.cached for a in restored] == [5 * PAGE]
-    ((rows,),) = spy.copied(Direction.LOAD)
+    (rows,) = spy.copied(Direction.LOAD)
     assert len(rows) == (5 * PAGE - local) // BLOCK
     # The first block loaded is the second half of page 1; no block is loaded that is shared.
     assert rows[:, 1].tolist() == [1, 0, 1, 0, 1, 0, 1]

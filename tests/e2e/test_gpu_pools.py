@@ -17,7 +17,7 @@ LENGTHS = (129, 300, 500, 1025)
 HITS = [restored_hit(n, block=BLOCK) for n in LENGTHS]
 COLD_TOLERANCE = 0.15
 """bfloat16: a cold prompt is computed in other chunks."""
-NUM_PROMPTS, NUM_TOKENS, NUM_ANSWERED = 16, 300, 160
+NUM_PROMPTS, NUM_TOKENS, NUM_ANSWERED = 20, 300, 160
 BASE = {"dtype": "bfloat16", "block_size": BLOCK}
 
 

@@ -4,6 +4,7 @@ One child has two engines of the V2 runner, one after the other, on one folder: 
 synchronously, the second asynchronously. Then an engine of the V1 runner reads what they wrote.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from engine_in_process import (
     restored_hit,
 )
 from model_results import note_restored
+from tiny_drafters import write_eagle
+from tiny_hybrids import write_hybrid
 from tiny_latent_experts import write_latent_experts
 from v2_runner import RUNNER, run_v2_child
 from watched_restore import ANSWER, NUM_REPEATED, NUM_SAID, TURN_TOKENS
@@ -47,8 +50,26 @@ def latent(model: Path) -> Path:
     return write_latent_experts(model.parent / "latent-experts", model)
 
 
+def gemma3(model: Path) -> Path:
+    return write_hybrid("gemma3", model.parent / "gemma3", model)
+
+
+def gptoss(model: Path) -> Path:
+    return write_hybrid("gptoss", model.parent / "gptoss", model)
+
+
 def ngrams(model: Path) -> dict[str, object]:
     return {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+
+def draft_model(model: Path) -> dict[str, object]:
+    return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+
+
+def eagle(model: Path) -> dict[str, object]:
+    folder = model.parent / f"eagle-of-{model.name}"
+    head = folder if folder.exists() else write_eagle(folder, model)
+    return {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +80,51 @@ class Kind:
     """As README calls it."""
     write: Callable[[Path], Path]
     """From the folder of the tiny Llama, that of the model."""
-    shards_per_page: int
+    pools: Mapping[str, int]
+    """Those of its pages, and the objects of each."""
     options: Mapping[str, object] = field(default_factory=dict)
     speculation: Callable[[Path], dict[str, object]] | None = None
     """From the folder of the tiny Llama, what vLLM is to speculate with."""
+    drafter: str = ""
+    """As the table of models calls it."""
+    dropped: int = 0
+    """Tokens at the end of a hit that this drafter needs computed again."""
+    acceptance: float = 0.0
+    """The least part of what is proposed that is to be accepted, in every phase."""
+    has_v1: bool = True
+    """The V1 runner can read what V2 wrote."""
     block: int = BLOCK
     is_async: bool = False
     has_one_kernel: bool = True
     """vLLM answers behind a known prefix as it does when cold."""
 
+    @property
+    def shards_per_page(self) -> int:
+        return sum(self.pools.values())
+
+    def restored(self, num_tokens: int) -> int:
+        return max(0, restored_hit(num_tokens, PAGE, self.block) - self.dropped)
+
 
 CHUNKS = {"max_num_batched_tokens": 256}
 LLAMA = "Llama (GQA)"
+FULL = {"full": 2}
+WINDOWS = FULL | {"window-64": 2}
+DRAFT = {"draft": 2}
+NGRAMS = {"speculation": ngrams, "drafter": "n-grams"}
+OWN = {"speculation": draft_model, "drafter": "draft_model"}
+EAGLE = {"speculation": eagle, "drafter": "eagle", "dropped": BLOCK}
 KINDS = {
-    "llama": Kind(LLAMA, llama, 2, CHUNKS),
-    "llama-async": Kind(LLAMA, llama, 2, CHUNKS, is_async=True),
-    "llama-ngrams": Kind(LLAMA, llama, 2, CHUNKS, ngrams),
-    "llama-ngrams-async": Kind(LLAMA, llama, 2, CHUNKS, ngrams, is_async=True),
-    "latent": Kind("DeepSeek-V3", latent, 1, block=16, has_one_kernel=False),
+    "llama": Kind(LLAMA, llama, FULL, CHUNKS),
+    "llama-async": Kind(LLAMA, llama, FULL, CHUNKS, is_async=True),
+    "llama-ngrams": Kind(LLAMA, llama, FULL, CHUNKS, **NGRAMS),
+    "llama-ngrams-async": Kind(LLAMA, llama, FULL, CHUNKS, **NGRAMS, is_async=True),
+    "llama-draft-model": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **OWN, acceptance=0.8),
+    "llama-eagle": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **EAGLE),
+    "latent": Kind("DeepSeek-V3", latent, {"full": 1}, block=16, has_one_kernel=False),
+    "gptoss": Kind("GPT-OSS", gptoss, WINDOWS, CHUNKS),
+    # V1 must refuse it: the draft layers are beside full attention, which is not group 0.
+    "gemma3-draft-model": Kind("Gemma 3", gemma3, WINDOWS | DRAFT, CHUNKS, **OWN, has_v1=False),
 }
 
 
@@ -88,11 +136,15 @@ class Phase:
     blocks: list[list[dict[str, str]]]
     counters: Mapping[str, float]
     published: Mapping[str, float]
+    drafts: Mapping[str, float]
+    proposed: list[list[int]]
+    """Ids, step by step; those of the last request are left out."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Phase":
         answers = [Answer(tuple(t), tuple(p), cached) for t, p, cached in record["answers"]]
-        return cls(answers, record["blocks"], record["counters"], record["published"])
+        counts = (record[key] for key in ("counters", "published", "drafts", "proposed"))
+        return cls(answers, record["blocks"], *counts)
 
     @property
     def served(self) -> tuple[float, float]:
@@ -104,14 +156,24 @@ class Run:
     kind: Kind
     lives: list[dict[str, Any]]
     phases: Mapping[str, Phase]
+    store: Path
 
     @property
     def v2_lives(self) -> list[dict[str, Any]]:
         return self.lives[:2]
 
     @property
+    def v1_lives(self) -> list[dict[str, Any]]:
+        return self.lives[2:]
+
+    @property
     def hits(self) -> list[int]:
-        return [restored_hit(length, PAGE, self.kind.block) for length in ASKED]
+        return [self.kind.restored(length) for length in ASKED]
+
+    @property
+    def v2_restored(self) -> Mapping[str, Phase]:
+        """V1's are left out."""
+        return {name: phase for name, phase in self.restored.items() if name != "file of V2"}
 
     @property
     def restored(self) -> Mapping[str, Phase]:
@@ -136,15 +198,17 @@ def run(
     }
     child = {**specification, "lives": LIVES, "is_async": kind.is_async}
     lives = run_v2_child(child, folder)
-    v1 = {**specification, **V1_LIFE, "said": lives[0]["said"]}
-    lives.append(run_child("watched_restore", v1, folder))
+    if kind.has_v1:
+        v1 = {**specification, **V1_LIFE, "said": lives[0]["said"]}
+        lives.append(run_child("watched_restore", v1, folder))
     phases = {phase["name"]: Phase.of(phase) for life in lives for phase in life["phases"]}
-    return Run(kind, lives, phases)
+    return Run(kind, lives, phases, folder / "store")
 
 
 def test_the_v2_runner_runs_and_batches_overlap_where_they_should(run: Run) -> None:
     assert [life["runner"] for life in run.v2_lives] == [RUNNER] * 2
-    assert run.lives[2]["runner"] == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+    v1 = ["vllm.v1.worker.cpu_model_runner.CPUModelRunner"] * run.kind.has_v1
+    assert [life["runner"] for life in run.v1_lives] == v1
     assert [life["most_batches"] for life in run.v2_lives] == [1 + run.kind.is_async] * 2
 
 
@@ -168,14 +232,15 @@ V1_SPECULATING_HOOKS = {
 def test_the_hooks_came_in_the_orders_that_unit_tests_assume(run: Run) -> None:
     v1 = V1_SPECULATING_HOOKS if run.kind.speculation else V1_HOOKS
     assert {order for life in run.v2_lives for order in life["hooks"]} == V2_HOOKS
-    assert set(run.lives[2]["hooks"]) == v1
+    assert all(set(life["hooks"]) == v1 for life in run.v1_lives)
 
 
 def test_restored_answers_are_equal_and_those_of_both_runners(run: Run) -> None:
     host = run.phases["host"].answers
     for name in ("file", "host again"):
         assert_same(run.phases[name].answers, host)
-    assert_same(run.phases["file of V2"].answers, host, TOLERANCE)
+    if run.kind.has_v1:
+        assert_same(run.phases["file of V2"].answers, host, TOLERANCE)
 
 
 def test_restored_answers_equal_cold_ones(run: Run) -> None:
@@ -194,11 +259,12 @@ def test_device_blocks_hold_what_was_computed_cold_byte_for_byte(run: Run) -> No
     for phase in run.restored.values():
         for hit, computed, restored in zip(run.hits, cold, phase.blocks, strict=True):
             assert_held(computed, restored, hit // run.kind.block)
-    total, drafter = sum(run.hits), "n-grams" if run.kind.speculation else ""
+    total, drafter = sum(run.hits), run.kind.drafter
     for name, phase in run.restored.items():
         assert sum(phase.served) == total, name
     note_restored(run.kind.family, runner="V2", drafter=drafter)
-    note_restored(run.kind.family, ["file"], drafter=drafter)
+    if run.kind.has_v1:
+        note_restored(run.kind.family, ["file"], drafter=drafter)
 
 
 def assert_held(
@@ -212,6 +278,7 @@ def assert_held(
         if place in group and place in other
     ]
     assert len(both) >= num_blocks
+    assert all(set(group) & set(other) for group, other in zip(computed, restored, strict=True))
     assert [one for one, _ in both] == [other for _, other in both]
 
 
@@ -246,18 +313,50 @@ def test_bytes_of_files_are_those_of_the_pages(run: Run) -> None:
     assert written["objects_written"] == stored * run.kind.shards_per_page
 
 
+def test_pages_have_every_pool_and_their_objects_are_told_apart_by_name(run: Run) -> None:
+    pools = run.lives[0]["pools"]
+    assert {name: pool["objects"] for name, pool in pools.items()} == run.kind.pools
+    assert sum(pool["page_bytes"] for pool in pools.values()) == run.lives[0]["page_bytes"]
+    assert all(life["pools"] == pools for life in run.lives)
+    digests = [pool["digest"] for pool in pools.values()]
+    assert len(set(digests)) == len(digests)
+    pages = run.lives[0]["counters"]["objects_written"] // run.kind.shards_per_page
+    found = Counter(file.name.partition("_P")[2] for file in run.store.rglob("*_H[01]*"))
+    assert found == {pool["digest"]: pages * pool["objects"] for pool in pools.values()}
+
+
 def test_loads_were_synchronous_and_asynchronous_as_told(run: Run) -> None:
-    total = sum(run.hits) * run.lives[0]["page_bytes"] // PAGE
+    total = sum(
+        loaded_tokens(hit, pool["reach"]) * pool["page_bytes"] // PAGE
+        for hit in run.hits
+        for pool in run.lives[0]["pools"].values()
+    )
     for name, phase in run.restored.items():
         loaded = [phase.counters[f"loaded_bytes/{mode}"] for mode in ("sync", "async")]
         assert loaded == ([total, 0] if name == "host" else [0, total]), name
 
 
+def loaded_tokens(hit: int, reach: int) -> int:
+    """Of a pool: all, or the last window, which here is whole blocks."""
+    return min(hit, reach) if reach else hit
+
+
 def test_drafts_were_made_where_they_should(run: Run) -> None:
     speculates = run.kind.speculation is not None
-    for life in run.lives:
-        assert (life["drafts"]["draft_tokens"] > 0) == speculates
+    for name, phase in run.phases.items():
+        made, accepted = phase.drafts["draft_tokens"], phase.drafts["accepted_tokens"]
+        if run.kind.drafter != "n-grams":
+            assert (made > 0) == speculates, name
+        assert accepted >= run.kind.acceptance * made, name
+    assert (sum(phase.drafts["draft_tokens"] for phase in run.phases.values()) > 0) == speculates
+
+
+def test_a_restored_drafter_proposes_what_it_did_cold(run: Run) -> None:
+    """With asynchronous scheduling nobody is told what was proposed."""
+    cold = run.phases["cold"].proposed
+    assert bool(cold) == (run.kind.speculation is not None and not run.kind.is_async)
+    assert all(phase.proposed == cold for phase in run.v2_restored.values())
 
 
 def test_nothing_is_left_of_any_request(run: Run) -> None:
-    assert [life["problems"] for life in run.lives] == [[], [], []]
+    assert [life["problems"] for life in run.lives] == [[]] * len(run.lives)

@@ -35,13 +35,14 @@ def run_life(specification: Mapping[str, Any], said: Sequence[int] = ()) -> dict
         spying_hooks() as steps,
         running(model, storage, extra=specification["extra"], **options) as engine,
         counting_batches(engine) as batches,
+        noting_proposals(engine) as proposed,
     ):
         phases = []
         for phase in specification["phases"]:
             action, _, name = phase.rpartition(":")
             if action == "reset":
                 engine.reset_device()
-            phases.append(run_phase(engine, name, specification["lengths"], said))
+            phases.append(run_phase(engine, name, specification["lengths"], said, proposed))
             said = said or phases[-1]["said"]
         wait_for_writes(engine)
         runner = _runner(engine)
@@ -52,8 +53,8 @@ def run_life(specification: Mapping[str, Any], said: Sequence[int] = ()) -> dict
             "most_batches": max(batches),
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
             "page_bytes": engine.page_bytes,
+            "pools": _pools(engine),
             "counters": engine.counters(),
-            "drafts": _drafts(engine),
             "said": said,
         }
 
@@ -75,12 +76,33 @@ def counting_batches(engine: Engine) -> Iterator[list[int]]:
         yield seen
 
 
+@contextmanager
+def noting_proposals(engine: Engine) -> Iterator[list[list[int]]]:
+    """The ids that were proposed, step by step. With asynchronous scheduling nobody is told."""
+    scheduler = engine.scheduler
+    update = scheduler.update_draft_token_ids
+    seen: list[list[int]] = []
+
+    def update_and_note(drafts: Any) -> None:
+        seen.extend([int(token) for token in ids] for ids in drafts.draft_token_ids)
+        update(drafts)
+
+    with patch.object(scheduler, "update_draft_token_ids", update_and_note):
+        yield seen
+
+
 def run_phase(
-    engine: Engine, name: str, lengths: Sequence[int], said: Sequence[int]
+    engine: Engine,
+    name: str,
+    lengths: Sequence[int],
+    said: Sequence[int],
+    proposed: list[list[int]],
 ) -> dict[str, Any]:
     """Ask each prompt once, then the one whose answer, or next turn, decides what was decoded."""
-    before, seen = engine.counters(), published(engine)
+    before, seen, drafts = engine.counters(), published(engine), _drafts(engine)
+    proposed.clear()
     asked = [ask(engine, prompt_of(f"runner {n}", n), ANSWER) for n in lengths]
+    alike = list(proposed)
     turn = prompt_of("turn", TURN_TOKENS)
     if said:
         asked.append(ask(engine, turn + list(said[:NUM_REPEATED]), ANSWER))
@@ -93,6 +115,8 @@ def run_phase(
         "answers": [as_list(answer) for answer, _ in asked],
         "blocks": [blocks for _, blocks in asked],
         "said": list(asked[-1][0].tokens),
+        "proposed": alike,
+        "drafts": difference(_drafts(engine), drafts),
         "counters": difference(engine.counters(), before),
         "published": difference(published(engine), seen),
     }
@@ -128,6 +152,19 @@ def _digest(caches: list[Any], block_id: int) -> str:
 def _runner(engine: Engine) -> Any:
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
     return executor.driver_worker.worker.model_runner
+
+
+def _pools(engine: Engine) -> dict[str, dict[str, Any]]:
+    """What the worker says of its part of a page: bytes, objects, and how their names end."""
+    return {
+        one.pool.name: {
+            "digest": one.pool.digest,
+            "reach": one.pool.reach,
+            "page_bytes": one.layout.page_bytes,
+            "objects": len(one.layout.shards),
+        }
+        for one in engine.worker_side.pools
+    }
 
 
 def _drafts(engine: Engine) -> dict[str, float]:
