@@ -104,6 +104,16 @@ class Loads:
         ago: what a forward computes on top of them may be garbage."""
         return tuple(load for load in self._in_doubt if not load.block_ids.isdisjoint(block_ids))
 
+    def is_prefix_in_doubt(self, hashes: Sequence[bytes], num_tokens: int) -> bool:
+        """Whether the first ``num_tokens`` of this chain, as the device has them, hold what an
+        unacknowledged synchronous load brings. O(such loads)."""
+        for load in self._in_doubt:
+            page = load.first_token // self._page_size
+            reaches = load.is_ok is None and load.first_token < num_tokens and page < len(hashes)
+            if reaches and hashes[page] == load.pages[0].page_hash:
+                return True
+        return False
+
     @property
     def has_failed_lately(self) -> bool:
         """Whether a synchronous load failed a few steps ago. vLLM offers its blocks, and those

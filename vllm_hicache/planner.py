@@ -214,6 +214,10 @@ class Planner:
         if is_async and self._is_shut_out(state, num_tokens, now):
             state.withheld_reason = "no_blocks"
             return NO_MATCH
+        if is_async and self.loads.is_prefix_in_doubt(hashes, num_local):
+            # Should that load fail, vLLM has one of the two compute the shared blocks, not both.
+            state.withheld_reason = "deferred_budget"
+            return self._defer(num_local) if can_defer else NO_MATCH
         return Match(num_tokens, is_async)
 
     def _waits_for_fetch(
@@ -462,8 +466,11 @@ class Planner:
         recompute = self.costs.recompute_s(num_tokens) if waited else None
         if recompute is None or waited < recompute:
             return False
-        block = self.options.block_size
-        needed = -(-state.tokens.num_tokens // block) - state.num_local_tokens // block
+        needed = sum(
+            -(-state.tokens.num_tokens // group.block_size)
+            - state.num_local_tokens // group.block_size
+            for group in self.options.kv_groups
+        )
         return needed <= self._blocks.num_free
 
     def _can_defer(self, num_local_tokens: int) -> bool:

@@ -40,6 +40,7 @@ LIVES = (
     {"extra": ASYNC, "phases": ["file", "reset:host again"]},
 )
 V1_LIFE = {"extra": ASYNC, "phases": ["file of V2"]}
+UNDRAFTED = "cold without drafter"
 
 
 def llama(model: Path) -> Path:
@@ -84,19 +85,29 @@ class Kind:
     """Those of its pages, and the objects of each."""
     options: Mapping[str, object] = field(default_factory=dict)
     speculation: Callable[[Path], dict[str, object]] | None = None
-    """From the folder of the tiny Llama, what vLLM is to speculate with."""
+    """From the folder of a tiny Llama, what vLLM is to speculate with."""
+    draft_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of that Llama, if it is another one."""
     drafter: str = ""
     """As the table of models calls it."""
     dropped: int = 0
     """Tokens at the end of a hit that this drafter needs computed again."""
     acceptance: float = 0.0
     """The least part of what is proposed that is to be accepted, in every phase."""
-    has_v1: bool = True
-    """The V1 runner can read what V2 wrote."""
+    is_refused_on_v1: bool = False
+    """Asked there without drafter, cold, instead of reading what V2 wrote."""
     block: int = BLOCK
     is_async: bool = False
     has_one_kernel: bool = True
     """vLLM answers behind a known prefix as it does when cold."""
+
+    @property
+    def has_windows(self) -> bool:
+        return "window-64" in self.pools
+
+    @property
+    def has_draft_state(self) -> bool:
+        return "draft" in self.pools
 
     @property
     def shards_per_page(self) -> int:
@@ -112,19 +123,24 @@ FULL = {"full": 2}
 WINDOWS = FULL | {"window-64": 2}
 DRAFT = {"draft": 2}
 NGRAMS = {"speculation": ngrams, "drafter": "n-grams"}
-OWN = {"speculation": draft_model, "drafter": "draft_model"}
+DRAFT_MODEL = {"speculation": draft_model, "drafter": "draft_model"}
 EAGLE = {"speculation": eagle, "drafter": "eagle", "dropped": BLOCK}
 KINDS = {
     "llama": Kind(LLAMA, llama, FULL, CHUNKS),
     "llama-async": Kind(LLAMA, llama, FULL, CHUNKS, is_async=True),
     "llama-ngrams": Kind(LLAMA, llama, FULL, CHUNKS, **NGRAMS),
     "llama-ngrams-async": Kind(LLAMA, llama, FULL, CHUNKS, **NGRAMS, is_async=True),
-    "llama-draft-model": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **OWN, acceptance=0.8),
+    "llama-draft-model": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **DRAFT_MODEL, acceptance=0.8),
     "llama-eagle": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **EAGLE),
-    "latent": Kind("DeepSeek-V3", latent, {"full": 1}, block=16, has_one_kernel=False),
+    "latent": Kind("DeepSeek-V3", latent, {"latent": 1}, block=16, has_one_kernel=False),
     "gptoss": Kind("GPT-OSS", gptoss, WINDOWS, CHUNKS),
-    # V1 must refuse it: the draft layers are beside full attention, which is not group 0.
-    "gemma3-draft-model": Kind("Gemma 3", gemma3, WINDOWS | DRAFT, CHUNKS, **OWN, has_v1=False),
+    # The draft layers are beside full attention, which is not group 0.
+    "gemma3-draft-model": Kind(
+        *("Gemma 3", gemma3, WINDOWS | DRAFT, CHUNKS),
+        **DRAFT_MODEL,
+        draft_sizes={"vocab_size": 256, "num_layers": 1, "seed": 1},
+        is_refused_on_v1=True,
+    ),
 }
 
 
@@ -157,14 +173,16 @@ class Run:
     lives: list[dict[str, Any]]
     phases: Mapping[str, Phase]
     store: Path
+    undrafted: Phase | None
+    """What V1 says that must refuse the drafter."""
 
     @property
     def v2_lives(self) -> list[dict[str, Any]]:
         return self.lives[:2]
 
     @property
-    def v1_lives(self) -> list[dict[str, Any]]:
-        return self.lives[2:]
+    def v1(self) -> dict[str, Any]:
+        return self.lives[2]
 
     @property
     def hits(self) -> list[int]:
@@ -189,7 +207,7 @@ def run(
     folder, kind = tmp_path_factory.mktemp(request.param), KINDS[request.param]
     model, options = tiny_llama(), {**kind.options, "block_size": kind.block}
     if kind.speculation is not None:
-        options["speculative_config"] = kind.speculation(model)
+        options["speculative_config"] = kind.speculation(tiny_llama(**kind.draft_sizes))
     specification = {
         "model": str(kind.write(model)),
         "storage": {"url": f"file://{folder}/store"},
@@ -198,48 +216,64 @@ def run(
     }
     child = {**specification, "lives": LIVES, "is_async": kind.is_async}
     lives = run_v2_child(child, folder)
-    if kind.has_v1:
-        v1 = {**specification, **V1_LIFE, "said": lives[0]["said"]}
-        lives.append(run_child("watched_restore", v1, folder))
+    v1 = {**specification, **V1_LIFE, "said": lives[0]["said"]}
+    if kind.is_refused_on_v1:
+        options["speculative_config"] = None
+        v1 |= {"phases": [UNDRAFTED], "storage": {"url": f"file://{folder}/other"}, "said": ()}
+    lives.append(run_child("watched_restore", v1, folder))
     phases = {phase["name"]: Phase.of(phase) for life in lives for phase in life["phases"]}
-    return Run(kind, lives, phases, folder / "store")
+    undrafted = phases.pop(UNDRAFTED, None)
+    return Run(kind, lives, phases, folder / "store", undrafted)
 
 
 def test_the_v2_runner_runs_and_batches_overlap_where_they_should(run: Run) -> None:
     assert [life["runner"] for life in run.v2_lives] == [RUNNER] * 2
-    v1 = ["vllm.v1.worker.cpu_model_runner.CPUModelRunner"] * run.kind.has_v1
-    assert [life["runner"] for life in run.v1_lives] == v1
+    assert run.v1["runner"] == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
     assert [life["most_batches"] for life in run.v2_lives] == [1 + run.kind.is_async] * 2
 
 
 BEFORE = "preemptions > bind"
 V2_END = "save > results > report > clear"
-V2_HOOKS = {
-    f"{BEFORE} > load > forward > end of forward > {V2_END}",
-    f"{BEFORE} > forward > end of forward > load > {V2_END}",
-    f"{BEFORE} > end of forward > load > {V2_END}",
-}
-V1_HOOKS = {
-    f"{BEFORE} > forward > load > save > results > report > clear",
-    f"{BEFORE} > load > save > results > report > clear",
-}
-V1_SPECULATING_HOOKS = {
-    f"{BEFORE} > forward > load > results > report > save > clear",
-    f"{BEFORE} > load > save > results > report > clear",
-}
+
+
+def v2_hooks(kind: Kind) -> set[str]:
+    """A drafter's layers have a forward of their own, before anything is saved."""
+    end = "end of forward > forward" if kind.has_draft_state else "end of forward"
+    orders = {
+        f"{BEFORE} > forward > {end} > load > {V2_END}",
+        f"{BEFORE} > end of forward > load > {V2_END}",
+    }
+    if kind.has_windows:
+        return orders
+    return orders | {f"{BEFORE} > load > forward > {end} > {V2_END}"}
+
+
+def v1_hooks(kind: Kind) -> set[str]:
+    """It reports before it drafts, and ends the step after that."""
+    end = "save > results > report > clear"
+    ends = {
+        "": end,
+        "n-grams": "results > report > save > clear",
+        "draft_model": "results > report > forward > save > clear",
+        "eagle": "results > report > forward > save > clear",
+    }
+    speculates = not kind.is_refused_on_v1
+    return {
+        f"{BEFORE} > forward > load > {ends[kind.drafter if speculates else '']}",
+        f"{BEFORE} > load > {end}",
+    }
 
 
 def test_the_hooks_came_in_the_orders_that_unit_tests_assume(run: Run) -> None:
-    v1 = V1_SPECULATING_HOOKS if run.kind.speculation else V1_HOOKS
-    assert {order for life in run.v2_lives for order in life["hooks"]} == V2_HOOKS
-    assert all(set(life["hooks"]) == v1 for life in run.v1_lives)
+    assert {order for life in run.v2_lives for order in life["hooks"]} == v2_hooks(run.kind)
+    assert set(run.v1["hooks"]) == v1_hooks(run.kind)
 
 
 def test_restored_answers_are_equal_and_those_of_both_runners(run: Run) -> None:
     host = run.phases["host"].answers
     for name in ("file", "host again"):
         assert_same(run.phases[name].answers, host)
-    if run.kind.has_v1:
+    if run.undrafted is None:
         assert_same(run.phases["file of V2"].answers, host, TOLERANCE)
 
 
@@ -254,6 +288,12 @@ def test_restored_answers_equal_cold_ones(run: Run) -> None:
         assert_same([phase.answers[i] for i in alike], [cold[i] for i in alike], TOLERANCE)
 
 
+def test_a_drafter_that_v1_must_refuse_leaves_the_answers_alone(run: Run) -> None:
+    assert (run.undrafted is not None) == run.kind.is_refused_on_v1
+    if run.undrafted is not None:
+        assert_same(run.phases["cold"].answers, run.undrafted.answers, TOLERANCE)
+
+
 def test_device_blocks_hold_what_was_computed_cold_byte_for_byte(run: Run) -> None:
     cold = run.phases["cold"].blocks
     for phase in run.restored.values():
@@ -263,7 +303,7 @@ def test_device_blocks_hold_what_was_computed_cold_byte_for_byte(run: Run) -> No
     for name, phase in run.restored.items():
         assert sum(phase.served) == total, name
     note_restored(run.kind.family, runner="V2", drafter=drafter)
-    if run.kind.has_v1:
+    if run.undrafted is None:
         note_restored(run.kind.family, ["file"], drafter=drafter)
 
 
@@ -317,7 +357,8 @@ def test_pages_have_every_pool_and_their_objects_are_told_apart_by_name(run: Run
     pools = run.lives[0]["pools"]
     assert {name: pool["objects"] for name, pool in pools.items()} == run.kind.pools
     assert sum(pool["page_bytes"] for pool in pools.values()) == run.lives[0]["page_bytes"]
-    assert all(life["pools"] == pools for life in run.lives)
+    for life in run.lives if run.undrafted is None else run.v2_lives:
+        assert life["pools"] == pools
     digests = [pool["digest"] for pool in pools.values()]
     assert len(set(digests)) == len(digests)
     pages = run.lives[0]["counters"]["objects_written"] // run.kind.shards_per_page
@@ -326,14 +367,16 @@ def test_pages_have_every_pool_and_their_objects_are_told_apart_by_name(run: Run
 
 
 def test_loads_were_synchronous_and_asynchronous_as_told(run: Run) -> None:
+    """With several KV cache groups none is synchronous, whatever is told."""
     total = sum(
         loaded_tokens(hit, pool["reach"]) * pool["page_bytes"] // PAGE
         for hit in run.hits
         for pool in run.lives[0]["pools"].values()
     )
+    sync = "" if run.kind.has_windows else "host"
     for name, phase in run.restored.items():
         loaded = [phase.counters[f"loaded_bytes/{mode}"] for mode in ("sync", "async")]
-        assert loaded == ([total, 0] if name == "host" else [0, total]), name
+        assert loaded == ([total, 0] if name == sync else [0, total]), name
 
 
 def loaded_tokens(hit: int, reach: int) -> int:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from vllm_hicache.simulate.clock import Clock
 from vllm_hicache.simulate.contents import Garbage, Tag, Violation
-from vllm_hicache.simulate.script import StorageTrouble
+from vllm_hicache.simulate.script import PAGE_BYTES, StorageTrouble
 from vllm_hicache.simulate.workers import Ownership, VirtualWorker
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_messages import (
@@ -354,7 +354,8 @@ class VirtualProcess:
         how = Counter(operation.ended.values())
         stored, existing = how["ok"], how["existing"]
         dropped = len(operation.hashes) - stored - existing
-        self._say(PersistDone(op, stored, existing, dropped, reason))  # type: ignore[arg-type]
+        num_bytes = stored * PAGE_BYTES
+        self._say(PersistDone(op, stored, existing, dropped, reason, num_bytes))  # type: ignore[arg-type]
 
     def _release(self, operation: _Operation) -> None:
         op = operation.message.op

@@ -29,6 +29,22 @@ def _steps(rig: Rig, count: int) -> None:
         rig.plan()
 
 
+def test_nothing_is_loaded_behind_device_blocks_whose_load_is_not_acknowledged():
+    """vLLM gives blocks of a synchronous load to others in the next step. If it fails, vLLM has one
+    of them compute the shared blocks, and with it one that waits for a load of its own."""
+    rig = Rig(sync_load_max_s=1.0)
+    rig.fill_host(TOKENS[:16])
+    state = rig.request("first", TOKENS[:16])
+    rig.planner.begin_load(state, rig.match(state).num_tokens, rig.new_blocks(12), rig.now)
+    rig.plan()
+    behind = rig.request("behind", TOKENS[:17])
+    other = rig.request("other", [1, *TOKENS[:16]])
+    assert rig.match(behind, num_local=12).num_tokens is None
+    assert rig.match(other, num_local=12).num_tokens == 0
+    rig.finish_loads()
+    assert rig.match(behind, num_local=12).num_tokens == 4
+
+
 # Whose blocks are in doubt -----------------------------------------------------------------------
 
 

@@ -302,3 +302,18 @@ def test_a_drafter_gets_its_last_block_computed_anew() -> None:
     assert rig.match(rig.request("as long", TOKENS[:16])).num_tokens == 8
     assert rig.match(rig.request("shorter", TOKENS[:12])).num_tokens == 4
     assert rig.match(rig.request("one block", TOKENS[:5])).num_tokens == 0
+
+
+def test_a_request_needs_blocks_in_every_group_to_be_let_in_without_its_load() -> None:
+    rig = hybrid_rig()
+    for _ in range(40):
+        rig.planner.costs.prefilled(1000, 1.0)
+    saved(rig, "writer", 16, [5, 6, 7, 8])
+    state = rig.request("reader", TOKENS[:17])
+    rig.blocks.num_free = 9 + 5 - 1  # nine blocks of two tokens and five of four, but one
+    for step in range(2000):
+        rig.now = step / 1000
+        match = rig.match(state)
+    assert match.num_tokens == 16
+    rig.blocks.num_free += 1
+    assert rig.match(state).num_tokens == 0

@@ -78,13 +78,19 @@ def counting_batches(engine: Engine) -> Iterator[list[int]]:
 
 @contextmanager
 def noting_proposals(engine: Engine) -> Iterator[list[list[int]]]:
-    """The ids that were proposed, step by step. With asynchronous scheduling nobody is told."""
-    scheduler = engine.scheduler
+    """The ids that were proposed, step by step, but for those behind a part of a prompt, which
+    vLLM drops. With asynchronous scheduling nobody is told; the V2 runner keeps the ids."""
+    scheduler, states = engine.scheduler, getattr(_runner(engine), "req_states", None)
     update = scheduler.update_draft_token_ids
     seen: list[list[int]] = []
 
     def update_and_note(drafts: Any) -> None:
-        seen.extend([int(token) for token in ids] for ids in drafts.draft_token_ids)
+        for request_id, ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            request = scheduler.requests.get(request_id)
+            if request is not None and not request.is_prefill_chunk:
+                if states is not None:
+                    ids = states.draft_tokens[states.req_id_to_index[request_id]]
+                seen.append([int(token) for token in ids])
         update(drafts)
 
     with patch.object(scheduler, "update_draft_token_ids", update_and_note):
