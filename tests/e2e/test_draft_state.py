@@ -272,10 +272,8 @@ def test_acceptance_survives_host_and_files_and_falls_without_draft_objects(
     assert zeroed == sum(-(-hit // PAGE) for hit in hits)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.full] if n != "eagle" else []) for n in RESTORED],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", RESTORED)
 def test_a_drafter_proposes_the_same_after_host_and_files_and_something_else_without_its_objects(
     models: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:

@@ -207,9 +207,8 @@ def evict(engine: Engine, prompt: Any, group: int) -> None:
         engine.scheduler.kv_cache_manager.evict_blocks(set(blocks))
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(n, marks=pytest.mark.full) for n in ("gptoss", "qwen3next"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gemma3", "gptoss", "qwen3next"])
 def test_what_the_device_lost_of_one_group_comes_from_host_with_the_rest(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
