@@ -274,6 +274,10 @@ def test_zeros_in_the_place_of_draft_state_are_never_taken_for_it() -> None:
     rig.plan()
     rig.finish_saves()
     assert [rig.page_of(state, i).parts for i in range(5)] == [4, 0, 0, 0, 0]
+    follower = rig.request("follower", TOKENS[:20])  # has the zeros as a device hit
+    compute(rig, follower, 20)
+    assert rig.plan().saves == ()
+    assert [rig.page_of(follower, i).parts for i in range(5)] == [4, 0, 0, 0, 0]
     other = rig.request("other", TOKENS[40:60], may_load=False, why_not="skip_reading")
     compute(rig, other, 20)
     rig.plan()
