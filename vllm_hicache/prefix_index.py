@@ -65,8 +65,6 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._pages: dict[bytes, HostPage] = {}
-        self.num_changes = 0
-        """Grows whenever a page comes, leaves or gets parts."""
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -120,7 +118,6 @@ class PrefixIndex:
     def add_parts(self, page: HostPage, parts: int) -> None:
         """The page has these parts now, too. What is below it keeps its gaps."""
         page.parts |= parts
-        self.num_changes += 1
 
     def add(
         self, page_hash: bytes, parent_hash: bytes | None, slot: int, parts: int = 0
@@ -137,7 +134,6 @@ class PrefixIndex:
         gaps = ~parts | (parent.gaps if parent is not None else 0)
         page = HostPage(page_hash, parent, slot, parts, gaps)
         self._pages[page_hash] = page
-        self.num_changes += 1
         return page
 
     def remove(self, page: HostPage) -> None:
@@ -148,7 +144,6 @@ class PrefixIndex:
                 f"present={page.is_present}"
             )
         del self._pages[page.page_hash]
-        self.num_changes += 1
         page.is_present = False
         if page.parent is not None:
             page.parent.num_children -= 1
@@ -159,7 +154,6 @@ class PrefixIndex:
         for page in pages:
             page.is_present = False
         self._pages.clear()
-        self.num_changes += 1
         return pages
 
 
