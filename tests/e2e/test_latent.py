@@ -29,6 +29,7 @@ from engine_in_process import (
 )
 from model_results import note_restored
 from tiny_latent import LATENT, NUM_LAYERS, ROPE, write_latent
+from tiny_latent_experts import write_latent_experts
 
 from vllm_hicache.connectors.model_geometry import model_geometry
 
@@ -42,10 +43,20 @@ EXTRA = {"fixed_weights": True, "storage_layer_partition": 1}
 """An object a layer, so that two workers share the writing: two layers and one."""
 
 
+@pytest.fixture(
+    scope="module", params=["DeepSeek-V2", pytest.param("DeepSeek-V3", marks=pytest.mark.full)]
+)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model(tiny_llama: Callable[..., Path]) -> Path:
+def model(tiny_llama: Callable[..., Path], family: str) -> Path:
+    """Both have rows of one shape; V3's are followed by experts, which all workers share."""
     llama = tiny_llama()
-    return write_latent(llama.parent / "latent", llama)
+    if family == "DeepSeek-V2":
+        return write_latent(llama.parent / "latent", llama)
+    return write_latent_experts(llama.parent / "latent-experts", llama)
 
 
 def expected(n: int) -> int:
@@ -78,7 +89,7 @@ def namespace_of_doctor(model: Path, storage: str) -> str:
 
 
 def test_rows_come_back_from_host_and_files_as_they_were_computed(
-    model: Path, tmp_path: Path
+    family: str, model: Path, tmp_path: Path
 ) -> None:
     prompts = [prompt_of(f"latent {n}", n) for n in LENGTHS]
     hits = [expected(n) for n in LENGTHS]
@@ -103,12 +114,12 @@ def test_rows_come_back_from_host_and_files_as_they_were_computed(
     for (_, computed), (_, loaded), (_, fetched) in zip(cold, host, file, strict=True):
         assert np.array_equal(computed, loaded)
         assert np.array_equal(computed, fetched)
-    note_restored("DeepSeek-V2")
+    note_restored(family)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("latent")
+def store(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(family)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +146,9 @@ def chain(model: Path, store: Path) -> list[Mapping[str, Any]]:
 
 
 @pytest.mark.full
-def test_two_workers_read_what_one_and_what_two_wrote(chain: list[Mapping[str, Any]]) -> None:
+def test_two_workers_read_what_one_and_what_two_wrote(
+    family: str, chain: list[Mapping[str, Any]]
+) -> None:
     two = chain[1]
     num_pages = sum(n // PAGE for n in LENGTHS)
     for name in ("one", "two"):
@@ -145,7 +158,7 @@ def test_two_workers_read_what_one_and_what_two_wrote(chain: list[Mapping[str, A
         assert counters["objects_read"] == 2 * num_pages * NUM_LAYERS
         assert two[name]["restored"] == two[name]["device"]  # which is host: see above
     assert [record["problems"] for record in chain] == [[], []]
-    note_restored("DeepSeek-V2", tp=2)
+    note_restored(family, tp=2)
 
 
 @pytest.mark.full

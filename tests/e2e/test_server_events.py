@@ -26,7 +26,7 @@ from vllm.distributed.kv_events import (
 
 from vllm_hicache.testing import Fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.vllm]
 
 HOST_PAGES = 32
 HOST_MEMORY = HOST_PAGES * PAGE * 4096  # 4,096 bytes for a token of the tiny model

@@ -65,7 +65,7 @@ CHAINS = {
     "redis, all": WHOLE,
     "s3, all": WHOLE,
 }
-IN_FULL = ("s3, tp2-pp2", "file, all", "redis, all", "s3, all")
+IN_FULL = ("file, tp2", "s3, tp2-pp2", "file, all", "redis, all", "s3, all")
 """What a push has no time for."""
 PARAMETERS = [
     pytest.param(name, marks=[pytest.mark.full] if name in IN_FULL else []) for name in CHAINS

@@ -74,6 +74,7 @@ def models(tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return Models(folders, (answers[0], answers[1]), store)
 
 
+@pytest.mark.full
 def test_fresh_engines_use_the_pages_of_their_own_weights_alone(
     models: Models, tmp_path: Path
 ) -> None:
