@@ -304,7 +304,7 @@ def test_a_page_without_a_state_at_its_end_is_refused() -> None:
 
 def test_states_between_boundaries_are_refused() -> None:
     groups = caches(each(state_names(0, 4), replace(STATE, mamba_cache_mode="all")))
-    with pytest.raises(ConfigError, match=r"layers\.4\.linear_attn keeps states in mode 'all'"):
+    with pytest.raises(ConfigError, match=r"layers\.4\.linear_attn has states in cache mode 'all'"):
         pools(config_of("mtp"), groups)
 
 
@@ -375,10 +375,10 @@ def test_draft_layers_in_two_groups_are_refused_with_both() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (replace(TWO_HEADS, tokens_per_state=4), "has 4 tokens to a row"),
+        (replace(TWO_HEADS, tokens_per_state=4), "4 tokens per state"),
         (replace(TWO_HEADS, num_head_slots=4), "has 4 head slots for 2 heads"),
-        (replace(TWO_HEADS, non_causal=True), "attends to later tokens"),
-        (replace(LATENT, model_version="deepseek_v4"), "latents of kind deepseek_v4"),
+        (replace(TWO_HEADS, non_causal=True), "attention to later tokens"),
+        (replace(LATENT, model_version="deepseek_v4"), "latent KV of kind deepseek_v4"),
         (
             replace(TWO_HEADS, state_content_bytes=256),
             "KV rows of 256 bytes are smaller than K and V of 256 and 256 bytes",
@@ -387,7 +387,7 @@ def test_draft_layers_in_two_groups_are_refused_with_both() -> None:
             RSWASpec(
                 block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, rswa_window=64
             ),
-            "KV of kind RSWASpec",
+            "a KV cache of kind RSWASpec",
         ),
     ],
 )
