@@ -177,4 +177,6 @@ class HitRules:
         else:
             start = tokens // pool.reach * pool.reach
         start = start // self._unit * self._unit
-        return range(min(start // self._page_size, last), last)
+        if start >= tokens:  # nothing, though the boundary may lie within a page
+            return range(last, last)
+        return range(start // self._page_size, last)

@@ -54,6 +54,14 @@ def test_a_window_of_one_page_needs_the_page_before_the_boundary_alone() -> None
     assert rules.longest([0, 0, 0, 0], 32) == 0
 
 
+@pytest.mark.parametrize(("rule", "reach"), [(HitRule.WINDOW, 1), (HitRule.CHUNK, UNIT)])
+def test_a_boundary_within_a_page_that_sees_nothing_needs_nothing(
+    rule: HitRule, reach: int
+) -> None:
+    rules = HitRules([pool(rule, reach=reach)], page_size=PAGE, unit=UNIT)
+    assert rules.longest([0], UNIT) == UNIT
+
+
 def test_a_chunk_that_begins_at_the_boundary_needs_nothing() -> None:
     rules = HitRules([pool(HitRule.CHUNK, reach=16)], page_size=PAGE, unit=PAGE)
     assert rules.longest([0, 0], 16) == 16
