@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
+from math import lcm
 
 from vllm_hicache.errors import ConfigError
 
@@ -149,19 +150,22 @@ class HitRules:
         unit = self._page_size if self._page_ends_only else self._unit
         tokens = min(len(parts) * self._page_size, max_tokens) // unit * unit
         while tokens > 0:
-            gap = self._gap(parts, tokens, self._local if drafts else self._local_target)
-            if gap is None:
+            shorter = self._shorter(parts, tokens, self._local if drafts else self._local_target)
+            if shorter is None:
                 return tokens
-            # What one boundary needs of a pool, all between the gap and it need, too.
-            tokens = gap * self._page_size // unit * unit
+            tokens = shorter // unit * unit
         return 0
 
-    def _gap(self, parts: Sequence[int], tokens: int, pools: tuple[Pool, ...]) -> int | None:
-        """The first page that a prefix of so many tokens needs whole and that lacks a part."""
+    def _shorter(self, parts: Sequence[int], tokens: int, pools: tuple[Pool, ...]) -> int | None:
+        """Where a prefix of so many tokens lacks a part of some pool: the longest shorter one
+        that may not need it. None where nothing is lacking."""
         for pool in pools:
             for i in self.needed(pool, tokens):
                 if not parts[i] >> (pool.bit or 0) & 1:
-                    return i
+                    # What one boundary needs, all between the gap and it need, too; only those
+                    # at which a chunk begins need nothing.
+                    step = lcm(pool.reach, self._unit) if pool.rule is HitRule.CHUNK else tokens
+                    return max(i * self._page_size, (tokens - 1) // step * step)
         return None
 
     def needed(self, pool: Pool, tokens: int) -> range:

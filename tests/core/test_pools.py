@@ -69,6 +69,11 @@ def test_a_chunk_that_begins_at_the_boundary_needs_nothing() -> None:
     assert rules.longest([0, 0, 1], 24) == 24
 
 
+def test_a_shorter_boundary_at_which_a_chunk_begins_is_not_passed_over() -> None:
+    rules = HitRules([pool(HitRule.CHUNK, reach=20)], page_size=PAGE, unit=UNIT)
+    assert rules.longest([0, 0, 0], 24) == 20
+
+
 def test_a_state_is_used_at_the_end_of_its_page_only() -> None:
     rules = HitRules([pool(HitRule.BOUNDARY)], page_size=PAGE, unit=UNIT)
     assert rules.longest([0, 1, 0, 1], 31) == 16
