@@ -38,8 +38,9 @@ REFUSALS = {
     "misspelt key": Refusal(
         'unknown option "page_sise"; did you mean "page_size"?', extra={"page_sise": 64}
     ),
-    "sliding window": Refusal(
-        "KV cache of kind SlidingWindowSpec is not supported yet; supported: FullAttentionSpec",
+    "windows ahead of eviction": Refusal(
+        'write_policy must be "write_through" or "write_through_selective" for this model, got',
+        extra={"write_policy": "write_back"},
         model=SLIDING_WINDOW,
     ),
     "folder that cannot be made": Refusal(
