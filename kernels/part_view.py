@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_hicache.device_layout import DeviceLayers, RowPart
 from vllm_hicache.layout import PageLayout
+from vllm_hicache.tiers import Direction
 
 # Bytes are only moved, so any type of the right size serves; the widest that fits is fastest.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -75,6 +76,14 @@ class PartView:
         device = kv_storage.device
         self._layers = torch.tensor([layers.indices], device=device)
         self._page_layers = torch.tensor([layers.layers], device=device)
+
+    def move(self, direction: Direction, rows: Tensor, pages: Tensor, scratch: Tensor) -> None:
+        """Move the units of ``rows`` [n, 4] int64 between blocks and ``pages`` by way of
+        ``scratch``, which has room for them."""
+        source, target = self.in_blocks(rows), self.in_pages(rows, pages)
+        if direction is Direction.LOAD:
+            source, target = target, source
+        move(source, target, scratch)
 
     def in_blocks(self, rows: Tensor) -> Selection:
         """The device side of the rows of units [n, 4] int64."""

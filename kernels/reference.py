@@ -1,6 +1,7 @@
-"""Copies pages between vLLM's paged KV and host slots with torch alone: the twin of every kernel.
+"""Copies pages between vLLM's paged KV and host slots, pool by pool.
 
-On a CPU straight; on a CUDA device through staging buffers that hold whole pages of one pool.
+On a CPU straight; on a CUDA device through staging buffers that hold whole pages of one pool, or
+straight by the copy engines where blocks and pages have the same order.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from vllm_hicache.device_layout import DeviceGroup
 from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.kernels.device_memory import UPLOAD_ROWS, pages_at_once, staging_bytes
+from vllm_hicache.kernels.dispatch import Path, path_of
 from vllm_hicache.kernels.group_view import GroupView
-from vllm_hicache.kernels.staged_rows import stage
+from vllm_hicache.kernels.staged_rows import sections, stage
 from vllm_hicache.kernels.staging import Staging
-from vllm_hicache.kernels.workspace import Workspace
+from vllm_hicache.kernels.workspace import Workspace, WorkspaceSize
 from vllm_hicache.layout import PageLayout
 from vllm_hicache.tiers import Direction
 
 CPU_CHUNK_BYTES = 4 << 20  # stays in a shared L3; smaller costs calls, larger memory traffic
-CUDA_CHUNK_BYTES = 32 << 20  # 0.6 ms on PCIe 5; smaller costs launches, larger device memory
 
 
 class PageCopier:
@@ -29,6 +31,7 @@ class PageCopier:
 
     kv_storage  flat, contiguous bytes of the whole KV buffer, which groups may share
     groups      together hold every layer of the pool's pages exactly once
+    path        forces how bytes are moved, for tests and measurements; None: the fastest way
     """
 
     def __init__(
@@ -38,21 +41,42 @@ class PageCopier:
         layout: PageLayout,
         *,
         chunk_bytes: int | None = None,
+        path: Path | None = None,
     ) -> None:
         _check_places(groups, layout)
         self.device = kv_storage.device
-        self.groups = tuple(GroupView(kv_storage, group, layout) for group in groups)
+        relayout_path = None if path is Path.COPY_ENGINE else path
+        self.groups = tuple(GroupView(kv_storage, group, layout, relayout_path) for group in groups)
+        self.path = path or path_of(
+            self.device, lambda: min(group.runs.run_bytes for group in self.groups)
+        )
+        """How whole copies are carried out."""
+        self._kv_storage = kv_storage
         self._slot_stride = layout.slot_stride
-        self._num_staged = max(1, (chunk_bytes or CUDA_CHUNK_BYTES) // layout.slot_stride)
+        self._num_staged = pages_at_once(layout, chunk_bytes)
         chunk = chunk_bytes or CPU_CHUNK_BYTES
         self._chunk_rows = [max(1, chunk // group.unit_bytes) for group in self.groups]
-        self.staging_bytes = self._num_staged * layout.slot_stride
-        """Of one of the two staging buffers that a copy needs on a CUDA device."""
-        self.scratch_bytes = (
-            max(map(mul, self._chunk_rows, (group.unit_bytes for group in self.groups)))
-            if self.device.type == "cpu"
-            else self.staging_bytes
-        )
+        self.workspace_size = self._size(staging_bytes(layout, chunk_bytes))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of one of the two staging buffers that copies of one direction need on a device."""
+        return self.workspace_size.staging_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of what torch gathers into, for one direction."""
+        return self.workspace_size.scratch_bytes
+
+    def _size(self, num_bytes: int) -> WorkspaceSize:
+        if self.path is Path.COPY_ENGINE:
+            return WorkspaceSize(0, 0, 0)
+        scratch = 0
+        if any(group.needs_scratch for group in self.groups):
+            chunks = map(mul, self._chunk_rows, (group.unit_bytes for group in self.groups))
+            scratch = max(chunks) if self.device.type == "cpu" else num_bytes
+        units_per_page = sum(group.units_per_page for group in self.groups)
+        return WorkspaceSize(scratch, num_bytes, max(UPLOAD_ROWS, units_per_page))
 
     def copy(
         self,
@@ -69,13 +93,31 @@ class PageCopier:
         rows = [group.units_of(_list_of(group, copies), len(host)) for group in self.groups]
         if not any(map(len, rows)):
             return
+        if self.path is Path.COPY_ENGINE:
+            self._copy_runs(direction, rows, host, workspace)
+            return
         if workspace.staging is not None:
-            self._copy_staged(direction, rows, host, workspace.staging, workspace.scratch)
+            num_units = [group.units_per_page for group in self.groups]
+            for section in sections(rows, num_units, self.workspace_size.num_rows):
+                self._copy_staged(direction, section, host, workspace.staging, workspace.scratch)
             return
         for group, units, step in zip(self.groups, rows, self._chunk_rows, strict=True):
             for first in range(0, len(units), step):
                 chunk = torch.from_numpy(units[first : first + step])
                 group.relayout(direction, chunk, host, workspace.scratch)
+
+    def _copy_runs(
+        self, direction: Direction, rows: list[np.ndarray], host: Tensor, workspace: Workspace
+    ) -> None:
+        """Bytes that have the same order on both sides pass straight, run by run."""
+        blocks, pages = self._kv_storage.data_ptr(), host.data_ptr()
+        for group, units in zip(self.groups, rows, strict=True):
+            for runs in group.runs.batches(units, self._slot_stride):
+                in_blocks, in_pages = blocks + runs.in_blocks, pages + runs.in_pages
+                if direction is Direction.SAVE:
+                    workspace.copy_batch(in_pages, in_blocks, runs.sizes)
+                else:
+                    workspace.copy_batch(in_blocks, in_pages, runs.sizes)
 
     def _copy_staged(
         self,
@@ -126,12 +168,13 @@ class PoolsCopier:
     def __init__(self, pools: Sequence[PageCopier]) -> None:
         _check_granules(pools)
         self.pools = tuple(pools)
-        scratch_bytes = max(pool.scratch_bytes for pool in pools)
-        staging_bytes = max(pool.staging_bytes for pool in pools)
-        self._workspaces = {
-            direction: Workspace(scratch_bytes, staging_bytes, pools[0].device)
-            for direction in Direction
-        }
+        sizes = [pool.workspace_size for pool in pools]
+        size = WorkspaceSize(
+            max(size.scratch_bytes for size in sizes),
+            max(size.staging_bytes for size in sizes),
+            max(size.num_rows for size in sizes),
+        )
+        self._workspaces = {direction: Workspace(size, pools[0].device) for direction in Direction}
 
     def save(self, copies: Sequence[np.ndarray], host: Sequence[Tensor]) -> None:
         """Copy the listed granules from device blocks to host slots."""

@@ -1,5 +1,6 @@
 """Which units of several KV cache groups belong into which page of a staging buffer."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -46,3 +47,24 @@ def stage(groups: list[np.ndarray], units_per_page: list[int], num_staged: int) 
         ends.append(begin + np.concatenate(([0], np.cumsum(counts))))
         begin += len(rows)
     return StagedRows(np.concatenate(ordered), ends, slots, is_partial)
+
+
+def sections(
+    groups: list[np.ndarray], units_per_page: list[int], num_rows: int
+) -> Iterator[list[np.ndarray]]:
+    """Cut the units of several groups between pages, into at most ``num_rows`` units a time.
+
+    >>> one, other = np.array([[7, 0, 3, 0], [4, 0, 5, 0]]), np.array([[4, 1, 9, 0]])
+    >>> [[rows[:, _SLOT].tolist() for rows in each] for each in sections([one, other], [1, 2], 3)]
+    [[[7, 4], [4]]]
+    >>> [[rows[:, _SLOT].tolist() for rows in each] for each in sections([one, other], [1, 2], 2)]
+    [[[4], [4]], [[7], []]]
+    """
+    if sum(map(len, groups)) <= num_rows:
+        yield groups
+        return
+    slots = np.unique(np.concatenate([rows[:, _SLOT] for rows in groups]))
+    step = max(1, num_rows // sum(units_per_page))
+    for first in range(0, len(slots), step):
+        low, high = slots[first], slots[min(first + step, len(slots)) - 1]
+        yield [rows[(low <= rows[:, _SLOT]) & (rows[:, _SLOT] <= high)] for rows in groups]

@@ -20,6 +20,8 @@ from pool_worker import (
 
 from vllm_hicache.device_layout import LAYOUT_NAMES, DeviceGroup
 from vllm_hicache.errors import ConfigError, InvariantBroken
+from vllm_hicache.kernels import reference
+from vllm_hicache.kernels.dispatch import Path
 from vllm_hicache.kernels.reference import PageCopier
 from vllm_hicache.layout import LayerSpan
 from vllm_hicache.tiers import Direction
@@ -113,6 +115,14 @@ def test_pools_pass_any_number_of_pages_at_once(name, chunk_bytes, device):
     _assert_round_trip(PoolWorker(groups, packed_buffer, device=device, chunk_bytes=chunk_bytes))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", [Path.TRITON, Path.COPY_ENGINE])
+@pytest.mark.parametrize("name", UNSPLIT)
+def test_pools_of_every_kind_take_every_path(name, path, device):
+    groups, _ = SCENARIOS[name]
+    _assert_round_trip(PoolWorker(groups, packed_buffer, device=device, path=path))
+
+
 @st.composite
 def _models(draw):
     """Groups with layers of any pools; a group cuts the pages of all its pools alike."""
@@ -169,11 +179,16 @@ class Passage:
         self.staging = StagingOnHost()
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 9000, 1 << 25])
+@pytest.mark.parametrize(
+    ("path", "chunk_bytes"),
+    [(Path.TORCH, 1), (Path.TORCH, 9000), (Path.TORCH, 1 << 25), (Path.TRITON, 1 << 25)],
+)
 @pytest.mark.parametrize("name", UNSPLIT)
-def test_all_groups_of_a_pool_meet_in_a_staged_page_and_whole_pages_are_not_read(name, chunk_bytes):
+def test_all_groups_of_a_pool_meet_in_a_staged_page_and_whole_pages_are_not_read(
+    name, chunk_bytes, path
+):
     groups, _ = SCENARIOS[name]
-    worker = PoolWorker(groups, packed_buffer, chunk_bytes=chunk_bytes)
+    worker = PoolWorker(groups, packed_buffer, chunk_bytes=chunk_bytes, path=path)
     content = worker.write()
     before = worker.raw.clone()
     shuffled = tuple(map(worker.rng.permutation, worker.copies))
@@ -188,6 +203,21 @@ def test_all_groups_of_a_pool_meet_in_a_staged_page_and_whole_pages_are_not_read
                 np.testing.assert_array_equal(saved, expected)
             worker.write()
     assert torch.equal(worker.raw, before)
+
+
+def test_more_units_than_the_device_is_told_at_once_come_in_sections(monkeypatch):
+    monkeypatch.setattr(reference, "UPLOAD_ROWS", 5)
+    groups, _ = SCENARIOS["groups of several layers"]
+    worker = PoolWorker(groups, packed_buffer)
+    content = worker.write()
+    (_, pool) = worker.copier.pools
+    passage = Passage(pool.staging_bytes)
+    lengths = []
+    upload = passage.staging.upload
+    passage.staging.upload = lambda rows: lengths.append(len(rows)) or upload(rows)
+    pool.copy(Direction.SAVE, worker.copies, worker.host[1], passage)
+    assert lengths == [4] * NUM_PAGES
+    np.testing.assert_array_equal(worker.saved()[1], worker.pages(content)[1])
 
 
 STAGES = ["at once", "staged", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1,154 +1,31 @@
 """The torch page copier against vLLM's own views, vLLM's own CPU kernel and a NumPy transpose."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from dense_worker import (
+    Buffer,
+    Case,
+    Copier,
+    dense_buffer,
+    logical_bytes,
+    oracle,
+    synchronize,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hicache.device_layout import (
     LAYOUT_NAMES,
-    DeviceGroup,
     RowFormat,
     TensorPlacement,
     device_layers,
 )
 from vllm_hicache.errors import ConfigError, InvariantBroken
-from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
-from vllm_hicache.layout import LayerSpan, PageLayout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One worker's shape; sizes in bytes and tokens."""
-
-    layout_name: str = "LBHNC"
-    num_layers: int = 3
-    num_blocks: int = 9
-    num_heads: int = 2
-    heads_per_group: int = 1
-    k_bytes: int = 16
-    v_bytes: int = 16
-    block_size: int = 4
-    page_size: int = 8
-    kernel_block_size: int | None = None
-    offset: int = 0
-
-    @property
-    def row_bytes(self):
-        return self.k_bytes + self.v_bytes
-
-    @property
-    def layout(self):
-        layers = LayerSpan(5, 5 + self.num_layers)
-        heads = (0, self.num_heads, self.num_heads, self.heads_per_group)
-        return PageLayout(self.page_size, layers, 99, *heads, self.row_bytes, 0)
-
-    @property
-    def num_pages(self):
-        return (self.num_blocks - 1) * self.block_size // self.page_size
-
-    def copies(self, slots, block_ids):
-        """Copy list of all tokens of ``block_ids`` to and from the pages in ``slots``."""
-        granule = min(self.page_size, self.block_size)
-        tokens = np.arange(0, len(slots) * self.page_size, granule)
-        in_page, in_block = tokens % self.page_size, tokens % self.block_size
-        slot = np.asarray(slots)[tokens // self.page_size]
-        block = np.asarray(block_ids)[tokens // self.block_size]
-        columns = (slot, in_page // granule, block, in_block // granule)
-        return np.stack(columns, axis=1).astype(np.int32)
-
-
-class Copier:
-    """A worker with one KV cache group and one pool."""
-
-    def __init__(self, raw, layers, layout, block_size, **options):
-        group = DeviceGroup(0, block_size, tuple(layers))
-        self._pools = PoolsCopier([PageCopier(raw, [group], layout, **options)])
-
-    def save(self, copies, host):
-        self._pools.save((copies,), (host,))
-
-    def load(self, copies, host):
-        self._pools.load((copies,), (host,))
-
-
-def _logical(case, seed=1):
-    """[layers, blocks, heads, tokens, row_bytes] uint8; every word of 4 bytes names its place."""
-    shape = (case.num_layers, case.num_blocks, case.num_heads, case.block_size, case.row_bytes)
-    size = int(np.prod(shape))
-    words = np.arange(size // 4 + 1, dtype=np.uint32) * 2 + seed
-    return words.view(np.uint8)[:size].reshape(shape)
-
-
-def _oracle(case, logical, block_ids):
-    """[pages, page_bytes]: the pages of the tokens in ``block_ids``, by plain transposition."""
-    tokens = logical[:, block_ids].swapaxes(1, 2)
-    grid = tokens.reshape(
-        case.num_layers,
-        case.num_heads // case.heads_per_group,
-        case.heads_per_group,
-        -1,
-        case.page_size,
-        case.row_bytes,
-    )
-    # layer, group, head, page, token, content -> page; group, layer, token, head, content
-    pages = grid.transpose(3, 1, 0, 4, 2, 5)
-    return pages.reshape(len(pages), -1)
-
-
-@dataclass
-class Buffer:
-    """A worker's KV buffer and, per layer, what its tokens are by vLLM's own view of it."""
-
-    raw: torch.Tensor
-    placement: TensorPlacement
-    views: list[torch.Tensor]  # [blocks, heads, tokens, row_bytes] uint8, strided
-    case: Case
-
-    def write(self, logical):
-        for view, layer in zip(self.views, logical, strict=True):
-            view.copy_(torch.from_numpy(self._to_kernel_blocks(layer)))
-
-    def _to_kernel_blocks(self, layer):
-        blocks, heads, tokens, row = layer.shape
-        size = self.case.kernel_block_size or tokens
-        split = layer.reshape(blocks, heads, tokens // size, size, row)
-        return split.swapaxes(1, 2).reshape(-1, heads, size, row).copy()
-
-    def copier(self, device="cpu", **options):
-        case = self.case
-        layers = device_layers(
-            self.placement,
-            RowFormat(case.num_heads, case.k_bytes, case.v_bytes, 2),
-            layout_name=case.layout_name,
-            block_size=case.block_size,
-            kernel_block_size=case.kernel_block_size,
-        )
-        storage = self.raw.to(device)
-        return storage, Copier(storage, [layers], case.layout, case.block_size, **options)
-
-
-def _dense_buffer(case):
-    """Without vLLM: axes in the order of the layout's name, nothing between them."""
-    extents = dict(
-        zip(
-            "LBHNC",
-            (case.num_layers, case.num_blocks, case.num_heads, case.block_size, case.row_bytes),
-            strict=True,
-        )
-    )
-    raw = torch.zeros(int(np.prod(list(extents.values()))), dtype=torch.uint8)
-    whole = raw.view(*(extents[axis] for axis in case.layout_name))
-    order = [case.layout_name.index(axis) for axis in "LBHNC"]
-    whole = whole.permute(order)
-    layers = tuple(range(case.num_layers))
-    placement = TensorPlacement(layers, case.num_blocks, whole.stride(0), whole.stride(1))
-    return Buffer(raw, placement, list(whole), case)
 
 
 def _vllm_buffer(case, dtype=torch.bfloat16, padded_page=None):
@@ -198,7 +75,7 @@ def _assert_round_trip(buffer, device="cpu", **options):
     """Save, compare pages with the oracle, wipe, load, compare every byte of the buffer."""
     case = buffer.case
     rng = np.random.default_rng(3)
-    buffer.write(_logical(case))
+    buffer.write(logical_bytes(case))
     storage, copier = buffer.copier(device, **options)
     before = storage.clone()
     num_blocks = case.num_pages * case.page_size // case.block_size
@@ -208,27 +85,22 @@ def _assert_round_trip(buffer, device="cpu", **options):
     copies = case.copies(slots, block_ids)
 
     copier.save(copies, host)
-    _synchronize(device)
+    synchronize(device)
     page_bytes = case.layout.page_bytes
     np.testing.assert_array_equal(
-        host[slots, :page_bytes].numpy(), _oracle(case, _logical(case), block_ids)
+        host[slots, :page_bytes].numpy(), oracle(case, logical_bytes(case), block_ids)
     )
     others = np.setdiff1d(np.arange(len(host)), slots)
     assert (host[others] == 0xEE).all()
 
-    wiped = _logical(case)
+    wiped = logical_bytes(case)
     wiped[:, block_ids] = 0
     buffer.write(wiped)
     storage.copy_(buffer.raw)
     assert not torch.equal(storage, before)
     copier.load(rng.permutation(copies), host)
-    _synchronize(device)
+    synchronize(device)
     assert torch.equal(storage, before)
-
-
-def _synchronize(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _sizes(factors):
@@ -256,7 +128,7 @@ def _cases(draw):
 
 @given(case=_cases(), chunk_bytes=st.sampled_from([1, 2000, 1 << 20]))
 def test_pages_are_a_plain_transposition_in_every_layout(case, chunk_bytes):
-    _assert_round_trip(_dense_buffer(case), chunk_bytes=chunk_bytes)
+    _assert_round_trip(dense_buffer(case), chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.vllm
@@ -305,21 +177,21 @@ def test_device_pages_are_a_plain_transposition(layout_name, page_size, block_si
     )
     three_pages = 3 * case.layout.slot_stride
     for chunk_bytes in (1, three_pages, 1 << 25):
-        _assert_round_trip(_dense_buffer(case), "cuda", chunk_bytes=chunk_bytes)
+        _assert_round_trip(dense_buffer(case), "cuda", chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_partial_save_keeps_the_rest_of_the_page(device):
     case = Case(block_size=2, page_size=8)
-    buffer = _dense_buffer(case)
-    buffer.write(_logical(case))
+    buffer = dense_buffer(case)
+    buffer.write(logical_bytes(case))
     _, copier = buffer.copier(device)
     host = torch.full((2, case.layout.slot_stride), 0xEE, dtype=torch.uint8)
     copies = case.copies([1], [1, 2, 3, 4])
     copier.save(copies[1:3], host)
-    _synchronize(device)
+    synchronize(device)
     touched = host[1, : case.layout.page_bytes].view(2, 3, 4, -1)
-    expected = _oracle(case, _logical(case), [1, 2, 3, 4]).reshape(2, 3, 4, -1)
+    expected = oracle(case, logical_bytes(case), [1, 2, 3, 4]).reshape(2, 3, 4, -1)
     np.testing.assert_array_equal(touched[:, :, 1:3].numpy(), expected[:, :, 1:3])
     assert (touched[:, :, [0, 3]] == 0xEE).all()
     assert (host[0] == 0xEE).all()
@@ -328,13 +200,13 @@ def test_partial_save_keeps_the_rest_of_the_page(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_load_writes_only_the_named_granules(device):
     case = Case(block_size=8, page_size=2)
-    buffer = _dense_buffer(case)
-    buffer.write(_logical(case))
+    buffer = dense_buffer(case)
+    buffer.write(logical_bytes(case))
     storage, copier = buffer.copier(device)
     host = torch.randint(0, 256, (4, case.layout.slot_stride), dtype=torch.uint8)
     before = storage.cpu().view(3, 9, 2, 4, 2, -1)
     copier.load(np.array([[0, 0, 5, 1], [3, 0, 5, 2]], dtype=np.int32), host)
-    _synchronize(device)
+    synchronize(device)
     after = storage.cpu().view(3, 9, 2, 4, 2, -1)  # layer, block, head, granule, token, content
     others = [0, 1, 2, 3, 4, 6, 7, 8]
     assert torch.equal(after[:, others], before[:, others])
@@ -345,8 +217,8 @@ def test_load_writes_only_the_named_granules(device):
 
 def test_layers_may_lie_in_several_tensors_in_any_order():
     case = Case(num_layers=4)
-    buffer = _dense_buffer(case)
-    buffer.write(_logical(case))
+    buffer = dense_buffer(case)
+    buffer.write(logical_bytes(case))
     whole = buffer.placement
     halves = [
         device_layers(
@@ -360,14 +232,14 @@ def test_layers_may_lie_in_several_tensors_in_any_order():
     copier = Copier(buffer.raw, halves, case.layout, case.block_size)
     host = torch.zeros((1, case.layout.slot_stride), dtype=torch.uint8)
     copier.save(case.copies([0], [7, 3]), host)
-    expected = _oracle(case, _logical(case)[[1, 3, 0, 2]], [7, 3])
+    expected = oracle(case, logical_bytes(case)[[1, 3, 0, 2]], [7, 3])
     np.testing.assert_array_equal(host[:, : case.layout.page_bytes].numpy(), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_bit_pattern_survives(device):
     case = Case()
-    buffer = _dense_buffer(case)
+    buffer = dense_buffer(case)
     buffer.raw.copy_(torch.randint(0, 256, buffer.raw.shape, dtype=torch.uint8))
     buffer.raw[:4096].view(torch.int16).copy_(torch.arange(-(2**10), 2**10) << 5 | 0x7F80)
     storage, copier = buffer.copier(device)
@@ -375,11 +247,11 @@ def test_every_bit_pattern_survives(device):
     host = torch.zeros((4, case.layout.slot_stride), dtype=torch.uint8)
     copies = case.copies([0, 1, 2, 3], range(1, 9))
     copier.save(copies, host)
-    _synchronize(device)
+    synchronize(device)
     blocks = storage.view(3, 9, -1)
     blocks[:, 1:] = 0
     copier.load(copies, host)
-    _synchronize(device)
+    synchronize(device)
     assert torch.equal(storage, before)
 
 
@@ -443,8 +315,8 @@ def test_cpu_blocks_of_every_size_give_the_same_canonical_pages(dtype, head_size
 
 def test_opaque_blocks_travel_whole():
     case = Case(heads_per_group=2, block_size=4, page_size=8)
-    buffer = _dense_buffer(case)
-    buffer.write(_logical(case))
+    buffer = dense_buffer(case)
+    buffer.write(logical_bytes(case))
     rows = RowFormat(case.num_heads, case.k_bytes, case.v_bytes, 2, "opaque")
     layers = device_layers(buffer.placement, rows, layout_name="LBHNC", block_size=4)
     copier = Copier(buffer.raw, [layers], case.layout, 4)
@@ -460,7 +332,7 @@ def test_opaque_blocks_travel_whole():
 
 def test_empty_list_copies_nothing():
     case = Case()
-    _, copier = _dense_buffer(case).copier()
+    _, copier = dense_buffer(case).copier()
     host = torch.zeros((1, case.layout.slot_stride), dtype=torch.uint8)
     copier.save(np.zeros((0, 4), dtype=np.int32), host)
     copier.load(np.zeros((0, 4), dtype=np.int32), host)
@@ -472,7 +344,7 @@ def test_empty_list_copies_nothing():
 )
 def test_index_out_of_range_is_refused_before_a_byte_moves(row):
     case = Case()
-    _, copier = _dense_buffer(case).copier()
+    _, copier = dense_buffer(case).copier()
     host = torch.zeros((2, case.layout.slot_stride), dtype=torch.uint8)
     copies = np.array([(0, 0, 1, 0), row], dtype=np.int32)
     with pytest.raises(InvariantBroken, match=r"is not below \(2, 2, 9, 1\)"):
@@ -490,7 +362,7 @@ def test_index_out_of_range_is_refused_before_a_byte_moves(row):
     ],
 )
 def test_buffer_of_another_shape_than_the_page_is_refused(changes, message):
-    buffer = _dense_buffer(Case())
+    buffer = dense_buffer(Case())
     other = replace(Case(), **changes)
     layers = device_layers(
         buffer.placement, RowFormat(2, 16, 16, 2), layout_name="LBHNC", block_size=4

@@ -167,7 +167,15 @@ class PoolWorker:
     """A buffer, the pools over it, host slots, and a chain of pages in blocks of each group."""
 
     def __init__(
-        self, groups, make_buffer, *, layout_name="BLHNC", device="cpu", seed=0, chunk_bytes=None
+        self,
+        groups,
+        make_buffer,
+        *,
+        layout_name="BLHNC",
+        device="cpu",
+        seed=0,
+        chunk_bytes=None,
+        path=None,
     ):
         self.rng = np.random.default_rng(seed)
         self.groups, self.layout_name = groups, layout_name
@@ -186,12 +194,13 @@ class PoolWorker:
                     self.device_groups(pool),
                     layout,
                     chunk_bytes=chunk_bytes,
+                    path=path,
                 )
                 for pool, layout in enumerate(self.layouts)
             ]
         )
         sizes = [(NUM_PAGES + 3) * layout.slot_stride for layout in self.layouts]
-        arena = torch.full((sum(sizes),), 0xEE, dtype=torch.uint8)
+        arena = torch.full((sum(sizes),), 0xEE, dtype=torch.uint8, pin_memory=device == "cuda")
         self.host = tuple(
             region.view(NUM_PAGES + 3, layout.slot_stride)
             for region, layout in zip(arena.split(sizes), self.layouts, strict=True)
