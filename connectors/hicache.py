@@ -80,10 +80,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whole-graph capture is kept: nothing is done layer by layer. Reads the options, so that
-        a bad one is refused in the front end, before any process is started."""
-        HiCacheConfig.parse(extra_config)
-        return False
+        """Whole-graph capture is kept, unless layers wait for their loads. Reads the options, so
+        that a bad one is refused in the front end, before any process is started."""
+        return HiCacheConfig.parse(extra_config).load_mode == "layerwise"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
@@ -115,7 +114,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole when the forward begins."""
+        """Called in every layer of every step. Loads are whole when the forward begins, unless
+        they come layer by layer."""
+        side = self._worker_side
+        if side is not None and side.layers is not None:
+            side.layers.wait(layer_name)
 
     def save_kv_layer(
         self,

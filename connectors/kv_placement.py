@@ -26,8 +26,7 @@ def device_groups(
 ) -> tuple[DeviceGroup, ...]:
     """Where the rows of this pool lie in the worker's KV buffer, group by group. Groups share the
     buffer from its first byte on: a block id means nothing without its group."""
-    all_names = [name for names in worker_pool.layers.values() for name in names]
-    places = {name: i for i, name in enumerate(sorted(all_names, key=extract_layer_index))}
+    places = layer_places(worker_pool)
     made = []
     for number, names in worker_pool.layers.items():
         block_size = 1 if groups[number].is_state else groups[number].block_size
@@ -39,6 +38,12 @@ def device_groups(
         ]
         made.append(DeviceGroup(number, block_size, tuple(layers)))
     return tuple(made)
+
+
+def layer_places(worker_pool: WorkerPool) -> dict[str, int]:
+    """Places of the worker's layers in its pages of a pool, by vLLM's names."""
+    names = [name for each in worker_pool.layers.values() for name in each]
+    return {name: i for i, name in enumerate(sorted(names, key=extract_layer_index))}
 
 
 def _device_layers(

@@ -18,6 +18,7 @@ import torch
 
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_pool import HostPool
+from vllm_hicache.layered_loads import LayeredLoads, LoadSpans
 from vllm_hicache.tiers import Direction
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,13 @@ class CopyEngine:
         self, copier: Copier, pool: HostPool, *, publish: Publish, device: torch.device
     ) -> None:
         self._device = device
+        self._copy = {
+            Direction.SAVE: partial(copier.save, host=pool.tensors),
+            Direction.LOAD: partial(copier.load, host=pool.tensors),
+        }
         self._lanes = {
-            direction: _Lane(
-                partial(copy, host=pool.tensors), partial(publish, direction), device, direction
-            )
-            for direction, copy in ((Direction.SAVE, copier.save), (Direction.LOAD, copier.load))
+            direction: _Lane(partial(publish, direction), device, direction)
+            for direction in (Direction.SAVE, Direction.LOAD)
         }
         if device.type == "cpu" and torch.get_num_threads() > 1:
             # The lanes run torch on one core each, and torch takes the last setting of any thread
@@ -86,7 +89,18 @@ class CopyEngine:
         copies  now ours
         op_id   ascends within a direction, gaps allowed
         """
-        self._lanes[direction].submit(_Operation(op_id, copies, fence))
+        copy = partial(self._copy[direction], copies)
+        operation = _Operation((op_id,), copy, sum(map(len, copies)), fence)
+        self._lanes[direction].submit(operation)
+
+    def submit_layered(
+        self, loads: LayeredLoads, load_spans: LoadSpans, fence: torch.cuda.Event | None = None
+    ) -> None:
+        """The same for the loads of a step, which start as one; each is published when the last
+        span of all has been copied, as failed when any span of any failed."""
+        run = partial(loads.run, load_spans)
+        operation = _Operation(loads.op_ids, run, loads.num_granules, fence)
+        self._lanes[Direction.LOAD].submit(operation)
 
     def wait(self, direction: Direction, op_id: int, timeout_s: float) -> bool:
         """Wait until all submitted operations up to ``op_id`` are published; False: not in time."""
@@ -114,8 +128,12 @@ class CopyEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    op_id: int
-    copies: Copies
+    """Copies that run as one. ``op_ids`` ascend; ``run`` enqueues them on the current stream, or
+    on a CPU makes them."""
+
+    op_ids: tuple[int, ...]
+    run: Callable[[], None]
+    num_granules: int
     fence: torch.cuda.Event | None
 
 
@@ -123,13 +141,8 @@ class _Lane:
     """One direction: a queue, a thread and, on a CUDA device, a stream."""
 
     def __init__(
-        self,
-        copy: Callable[[Copies], None],
-        publish: Callable[[int, bool], None],
-        device: torch.device,
-        direction: Direction,
+        self, publish: Callable[[int, bool], None], device: torch.device, direction: Direction
     ) -> None:
-        self._copy = copy
         self._publish = publish
         self._device = device
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
@@ -149,12 +162,13 @@ class _Lane:
 
     def submit(self, operation: _Operation) -> None:
         with self._changed:
-            if self._is_stopped:
-                raise InvariantBroken(f"copy {operation.op_id} was submitted after close")
-            if operation.op_id <= self._last_id:
-                raise InvariantBroken(f"copy {operation.op_id} came after copy {self._last_id}")
-            self._last_id = operation.op_id
-            self._outstanding.append(operation.op_id)
+            for op_id in operation.op_ids:
+                if self._is_stopped:
+                    raise InvariantBroken(f"copy {op_id} was submitted after close")
+                if op_id <= self._last_id:
+                    raise InvariantBroken(f"copy {op_id} came after copy {self._last_id}")
+                self._last_id = op_id
+                self._outstanding.append(op_id)
             self._queue.put(operation)
 
     def wait(self, op_id: int, timeout_s: float) -> bool:
@@ -197,26 +211,27 @@ class _Lane:
         with torch.inference_mode():
             while (operation := self._queue.get()) is not None:
                 ok = not self._is_abandoned and self._attempt(operation)
-                self._finish(operation.op_id, ok)
+                self._finish(operation.op_ids, ok)
 
-    def _finish(self, op_id: int, ok: bool) -> None:
+    def _finish(self, op_ids: tuple[int, ...], ok: bool) -> None:
         with self._changed:
-            if not self._is_abandoned:
-                self._publish(op_id, ok)
+            for op_id in op_ids:
+                if not self._is_abandoned:
+                    self._publish(op_id, ok)
+                self._outstanding.popleft()
             self._enqueued = None
-            self._outstanding.popleft()
             self._changed.notify_all()
 
     def _attempt(self, operation: _Operation) -> bool:
         """Copy and wait for the end. After False, too, nothing of the operation still runs."""
         try:
             if self._stream is None:
-                self._copy(operation.copies)
+                operation.run()
             else:
                 self._copy_on_stream(operation, self._stream)
         except Exception:
-            num_granules = sum(map(len, operation.copies))
-            logger.exception("Copy %d of %d granules failed", operation.op_id, num_granules)
+            shown = ", ".join(map(str, operation.op_ids))
+            logger.exception("Copy %s of %d granules failed", shown, operation.num_granules)
             self._settle()
             return False
         return True
@@ -225,7 +240,7 @@ class _Lane:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             if operation.fence is not None:
                 stream.wait_event(operation.fence)
-            self._copy(operation.copies)
+            operation.run()
             end = torch.cuda.Event(blocking=True)  # sleeps instead of spinning on a core
             end.record(stream)
         with self._changed:

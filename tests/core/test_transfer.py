@@ -63,8 +63,8 @@ class Rig:
         rows = RowFormat(2, 16, 16, 2)
         layers = device_layers(placement, rows, layout_name="LBNHC", block_size=4)
         self.kv = torch.arange(2 * NUM_BLOCKS * block, device=device).to(torch.uint8)
-        self.pool = HostPool(4, [LAYOUT.slot_stride])
-        self.pool.pin()
+        self.pool = HostPool(4, [LAYOUT.slot_stride], device=self.device)
+        assert [self.pool.make_ready(piece) for piece in self.pool.pieces] == [""]
         self.published = []
         group = DeviceGroup(0, 4, (layers,))
         copier = PoolsCopier([PageCopier(self.kv, [group], LAYOUT)])
