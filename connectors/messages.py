@@ -1,5 +1,6 @@
 """What travels inside vLLM's own messages between scheduler and workers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -74,3 +75,11 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     storage_address: str | None
     board_path: str
     board_token: int
+    num_ready_slots: int | None = None
+    """Host slots that have their memory already; None: all. The board tells of more."""
+
+
+def first_slots(hellos: Sequence[WorkerHello]) -> int | None:
+    """Host slots that have their memory on every worker; None: all."""
+    known = [h.num_ready_slots for h in hellos if h.num_ready_slots is not None]
+    return min(known, default=None)

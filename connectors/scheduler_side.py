@@ -10,13 +10,12 @@ from vllm_hicache.activity import ActivityLine
 from vllm_hicache.connectors import kv_pools, vllm_view
 from vllm_hicache.connectors.device_blocks import PoolReferences, drain_before_reset
 from vllm_hicache.connectors.events import PageEvents
-from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello
+from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello, first_slots
 from vllm_hicache.connectors.rank_checks import SchedulerChecks
 from vllm_hicache.connectors.request_hints import HintReader
 from vllm_hicache.connectors.request_tables import RequestTables
 from vllm_hicache.connectors.request_view import RequestTokens
 from vllm_hicache.connectors.stats import HiCacheStats
-from vllm_hicache.control_address import ControlAddress
 from vllm_hicache.control_server import ControlServer
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.fetch import FetchPolicy
@@ -25,14 +24,14 @@ from vllm_hicache.metrics import Metrics
 from vllm_hicache.namespace_records import encode_record
 from vllm_hicache.near_miss_notice import NearMissNotice
 from vllm_hicache.persists import PERSIST_TIMEOUT_FACTOR
-from vllm_hicache.planner import NOTHING_SETTLED, Planner, Settled
+from vllm_hicache.planner import Planner
 from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.prefix_index import HostPage
-from vllm_hicache.progress_board import BoardReader
+from vllm_hicache.progress_board import WorkerBoards
 from vllm_hicache.request_state import RequestState
 from vllm_hicache.series import HOST, STORAGE
+from vllm_hicache.settled import NOTHING_SETTLED, Settled
 from vllm_hicache.storage_channel import StorageChannels
-from vllm_hicache.storage_control import StorageControl
 from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.storage_messages import Describe, Drain
 
@@ -83,7 +82,7 @@ class SchedulerSide:
         self._counts_ahead = vllm_config.speculative_config is not None
         self._blocks = PoolReferences()
         self._requests: dict[str, RequestState] = {}
-        self._boards: dict[int, BoardReader] = {}
+        self._boards = WorkerBoards()
         self._channels: StorageChannels | None = None
         self._planner: Planner | None = None
         self._notice: NearMissNotice | None = None
@@ -136,9 +135,7 @@ class SchedulerSide:
                 f"{[hello.worker_id for hello in hellos]}"
             )
         for hello in hellos:
-            board = BoardReader.open(hello.board_path, hello.board_token)
-            if board is not None:
-                self._boards[hello.worker_id] = board
+            self._boards.open(hello.worker_id, hello.board_path, hello.board_token)
         self._rows = hellos[0].rows
         link = self._open_storage(hellos)
         self._planner = Planner(
@@ -152,10 +149,14 @@ class SchedulerSide:
         )
         parallel = self._vllm_config.parallel_config
         self._checks = SchedulerChecks.create(
-            self._config, parallel, self._boards, self._planner, self.metrics
+            self._config, parallel, self._boards.readers, self._planner, self.metrics
         )
         state = "off" if link is None else self._await_storage(link)
-        self._open_control(hellos)
+        self._control = ControlServer.create(
+            self._config,
+            parallel.data_parallel_index,
+            [hello.storage_address for hello in hellos if hello.storage_address],
+        )
         logger.info(
             "HiCache: %d worker(s), %d host slots of %d tokens each, storage %s, namespace %s",
             self._world_size,
@@ -183,18 +184,6 @@ class SchedulerSide:
             return "away"
         return "on" if link.is_up else "detached"
 
-    def _open_control(self, hellos: list[WorkerHello]) -> None:
-        """Take commands that attach and detach storage, where an address is configured."""
-        config = self._config
-        if config.control_address is None:
-            return
-        replica = self._vllm_config.parallel_config.data_parallel_index
-        self._control = ControlServer(
-            ControlAddress.parse(config.control_address).of_replica(replica),
-            config.control_token,
-            StorageControl([hello.storage_address for hello in hellos if hello.storage_address]),
-        )
-
     def _open_storage(self, hellos: list[WorkerHello]) -> StorageLink | None:
         addresses = [hello.storage_address for hello in hellos if hello.storage_address]
         if not addresses:
@@ -217,6 +206,7 @@ class SchedulerSide:
             page_size=self._page_size,
             block_size=self._block_size,
             num_host_slots=hellos[0].num_slots,
+            num_ready_slots=first_slots(hellos),
             page_bytes=tuple(hello.page_bytes for hello in hellos),
             bytes_per_token=tuple(
                 sum(sizes) for sizes in zip(*(h.bytes_per_token for h in hellos), strict=True)
@@ -244,6 +234,7 @@ class SchedulerSide:
             admission=config.admission,
             max_pinned_share=config.pin_max_percent / 100,
             skip_slow_loads=config.skip_slow_loads,
+            loads_by_layer=config.load_mode == "layerwise",
             pools=self._pools.pools,
             groups=self._pools.groups,
             num_unsure_tokens=self._pools.num_unsure_tokens,
@@ -278,6 +269,7 @@ class SchedulerSide:
             tenant=request.cache_salt or "",
         )
         self._requests[request.request_id] = state
+        self.settle_slots()
         self._settle_storage()
         self.planner.add_request(state, time.monotonic())
 
@@ -343,7 +335,8 @@ class SchedulerSide:
         plan = planner.plan_step(is_busy=scheduled > 0, now=now)
         if self._checks is not None:
             self._checks.sent(plan)
-        self._steps.append((plan.number, now, scheduled))
+        is_late = plan.sync_loads and planner.options.loads_by_layer  # its layers wait for loads
+        self._steps.append((plan.number, now, 0 if is_late else scheduled))
         self._activity.poll()
         return PlanMetadata(plan)
 
@@ -375,7 +368,7 @@ class SchedulerSide:
             if self._checks is not None:
                 self._checks.absorb(report)
             for worker_id, progress in report.progress.items():
-                if worker_id not in self._boards:  # a board is never older
+                if worker_id not in self._boards.readers:  # a board is never older
                     self.planner.join.update(worker_id, progress)
         self._settle_copies()
         self._settle_storage()
@@ -397,9 +390,16 @@ class SchedulerSide:
         """Steps go on while copies hold device blocks; they end in milliseconds."""
         return self._planner is not None and self._planner.holds_device_blocks
 
+    def settle_slots(self) -> bool:
+        """Use host slots that got ready while no step ran; whether all are ready that ever will."""
+        host = self.planner.host
+        if host.is_growing:
+            self._boards.tell(self.planner.join)
+            self.planner.settle_slots()
+        return not host.is_growing
+
     def _settle_copies(self) -> None:
-        for worker_id, board in self._boards.items():
-            self.planner.join.update(worker_id, board.read())
+        self._boards.tell(self.planner.join)
         self._apply(self.planner.settle_copies(time.monotonic()))
 
     def _apply(self, settled: Settled) -> None:
@@ -469,9 +469,7 @@ class SchedulerSide:
             self._channels.close()
         if self._checks is not None:
             self._checks.close()
-        for board in self._boards.values():
-            board.close()
-        self._boards.clear()
+        self._boards.close()
         self._planner = None
 
     # Seeing it -----------------------------------------------------------------------------------

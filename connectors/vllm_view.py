@@ -114,6 +114,13 @@ def check_options(config: HiCacheConfig, pools: ModelPools) -> None:
             f'got "write_back": it has {groups} and pages that may lack {kinds}, which can be '
             "saved only with the step that computes them"
         )
+    drafts = [pool.name for pool in pools.pools if pool.is_draft]
+    if config.load_mode == "layerwise" and (len(pools.groups) > 1 or drafts):
+        found = "draft state, which its drafter reads beside the model" if drafts else groups
+        raise ConfigError(
+            f'load_mode must be "async" for this model, got "layerwise": it has {found}, and '
+            "layers can wait for loads of one group of the model itself"
+        )
     if config.kv_events and not has_one_kind(pools):
         raise ConfigError(
             f"kv_events must be false or unset for this model, got true: it has {groups}, and "

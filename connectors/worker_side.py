@@ -9,15 +9,18 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_world_group
 
 from vllm_hicache.checked_calls import checked
-from vllm_hicache.connectors import agreement, kv_pools, vllm_view
-from vllm_hicache.connectors.kv_placement import device_groups
+from vllm_hicache.connectors import agreement, kv_pools, staging_room, vllm_view
+from vllm_hicache.connectors.kv_placement import device_groups, layer_places
+from vllm_hicache.connectors.layer_waits import LayerWaits, check_worker_pools
 from vllm_hicache.connectors.messages import ReportMetadata, WorkerHello
 from vllm_hicache.connectors.rank_checks import WorkerChecks
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.host_memory import resolve_host_bytes, tightest_memory_limit
 from vllm_hicache.host_pool import HostPool
-from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
+from vllm_hicache.kernels.layer_spans import LayerSpans, span_memory
+from vllm_hicache.kernels.reference import PageCopier
 from vllm_hicache.plan import CopyOp, Direction, StepPlan
+from vllm_hicache.pool_growth import PoolGrowth
 from vllm_hicache.progress_board import ProgressBoard
 from vllm_hicache.rank_consensus import check_plan
 from vllm_hicache.storage_process_config import Section, StorageProcessConfig
@@ -77,6 +80,9 @@ class WorkerSide:
         self.hello: WorkerHello | None = None
         self.engine: CopyEngine | None = None
         self.pool: HostPool | None = None
+        self.layers: LayerWaits | None = None
+        """With ``load_mode: layerwise``."""
+        self._growth: PoolGrowth | None = None
         self._board: ProgressBoard | None = None
         self._storage: StorageProcess | None = None
         self._plan: StepPlan | None = None
@@ -93,38 +99,40 @@ class WorkerSide:
     # Start ---------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Agree with all workers on the number of host slots, then allocate and start storage."""
+        """Agree with all workers on the number of host slots, then allocate and start storage.
+
+        Returns when the first host slots are ready; the others follow in the background.
+        """
         buffer = vllm_view.kv_buffer(kv_caches, self._kv_cache_config)
         num_slots, digest, pools = self._agree(buffer)
         self.pools = pools
-        started = time.monotonic()
-        strides = [worker_pool.layout.slot_stride for worker_pool in pools]
-        self.pool = HostPool(num_slots, strides, name=f"hicache-{self.worker_id}")
-        pinned = self.pool.pin() if buffer.device.type == "cuda" else False
-        logger.info(
-            "HiCache worker %d: %d host slots of %d tokens (%s), %.2f GiB%s in %.1f s",
-            self.worker_id,
-            num_slots,
-            self._pools.page_size,
-            ", ".join(_shown(worker_pool.pool) for worker_pool in pools),
-            self.pool.num_bytes / 2**30,
-            ", pinned" if pinned else "",
-            time.monotonic() - started,
-        )
-        copiers = [
-            PageCopier(
-                buffer,
-                device_groups(worker_pool, kv_caches, self._kv_cache_config, self._pools.groups),
-                worker_pool.layout,
-            )
+        groups = [
+            device_groups(worker_pool, kv_caches, self._kv_cache_config, self._pools.groups)
             for worker_pool in pools
+        ]
+        copiers = [
+            PageCopier(buffer, placed, worker_pool.layout)
+            for placed, worker_pool in zip(groups, pools, strict=True)
         ]
         self._board = ProgressBoard()
         if self._checks is not None:
             self._checks.start(self._board)
-        self.engine = CopyEngine(
-            PoolsCopier(copiers), self.pool, publish=self._publish, device=buffer.device
+        is_layerwise = self._config.load_mode == "layerwise"
+        copier = staging_room.allocate(
+            copiers,
+            self._vllm_config.cache_config,
+            more_bytes=span_memory(pools[0].layout) if is_layerwise else 0,
         )
+        self.pool, self._growth = self._start_pool(num_slots, buffer.device, self._board)
+        self.engine = CopyEngine(copier, self.pool, publish=self._publish, device=buffer.device)
+        if is_layerwise:
+            self.layers = LayerWaits(
+                self.engine,
+                LayerSpans(buffer, groups[0][0], pools[0].layout),
+                self.pool.tensors[0],
+                layer_places(pools[0]),
+                worker_id=self.worker_id,
+            )
         self.hello = WorkerHello(
             worker_id=self.worker_id,
             num_slots=num_slots,
@@ -135,7 +143,35 @@ class WorkerSide:
             storage_address=self._start_storage(pools, num_slots),
             board_path=self._board.path,
             board_token=self._board.token,
+            num_ready_slots=self._growth.num_ready,
         )
+        self._growth.go_on()
+
+    def _start_pool(
+        self, num_slots: int, device: torch.device, board: ProgressBoard
+    ) -> tuple[HostPool, PoolGrowth]:
+        """The pool with its first slots ready."""
+        name = f"HiCache worker {self.worker_id}"
+        pool = HostPool(
+            num_slots,
+            [worker_pool.layout.slot_stride for worker_pool in self.pools],
+            name=f"hicache-{self.worker_id}",
+            device=device,
+        )
+        growth = PoolGrowth(pool, board.publish_slots, name=name)
+        growth.begin()
+        logger.info(
+            "%s: %d host slots of %d tokens (%s), %.2f GiB%s, %d ready in %.1f s",
+            name,
+            num_slots,
+            self._pools.page_size,
+            ", ".join(_shown(worker_pool.pool) for worker_pool in self.pools),
+            pool.num_bytes / 2**30,
+            " pinned" if pool.is_pinned else "",
+            growth.num_ready,
+            growth.seconds,
+        )
+        return pool, growth
 
     @checked(stream="start", in_step=True, result=(agreed_slots, agreed_layout))
     def _agree(self, buffer: torch.Tensor) -> "tuple[int, int, list[WorkerPool]]":
@@ -154,6 +190,8 @@ class WorkerSide:
                 self._pools,
                 kv_pools.Place(stage, get_tensor_model_parallel_rank()),
             )
+            if self._config.load_mode == "layerwise":
+                check_worker_pools(self._vllm_config, pools)
             self._check_objects(pools)
             num_slots = self._affordable_slots(pools, buffer.numel())
             rows = kv_pools.page_rows(pools, self._pools)
@@ -242,7 +280,7 @@ class WorkerSide:
     @check_plan
     def bind(self, plan: StepPlan) -> None:
         """Take this step's plan. Loads start here, behind everything enqueued before this step."""
-        self._flush_saves()  # of a step whose wait_for_save never came
+        self.finish_step()  # of a step whose wait_for_save never came
         if plan.number <= self._last_plan:
             logger.warning("HiCache plan %d was executed before; ignored", plan.number)
             return
@@ -256,10 +294,12 @@ class WorkerSide:
         self._pending_saves = plan.saves
         for op in (*plan.sync_loads, *plan.loads):
             self._submit(Direction.LOAD, op)
+        if self.layers is not None:
+            self.layers.start()
 
     def start_load(self) -> None:
         """Called before the forward where a request of this step has a synchronous load."""
-        if self._plan is None or self.engine is None:
+        if self._plan is None or self.engine is None or self.layers is not None:
             return
         for op in self._plan.sync_loads:
             if not self.engine.make_current_stream_wait(op.op_id, SYNC_LOAD_TIMEOUT_S):
@@ -272,6 +312,8 @@ class WorkerSide:
 
     def finish_step(self) -> None:
         """Called after all forwards of the step: saves start behind them."""
+        if self.layers is not None:
+            self.layers.end()
         self._flush_saves()
 
     def _flush_saves(self) -> None:
@@ -286,7 +328,10 @@ class WorkerSide:
             raise InvariantBroken("a plan came while no KV caches are registered")
         self._submit_times[direction, op.op_id] = time.monotonic()
         self._submitted[direction] = op.op_id
-        self.engine.submit(direction, op.op_id, op.all_copies, self.engine.fence())
+        if direction is Direction.LOAD and self.layers is not None:
+            self.layers.add(op)
+        else:
+            self.engine.submit(direction, op.op_id, op.all_copies, self.engine.fence())
 
     @checked(in_step=True, result=True)
     def take_failed_requests(self) -> set[str]:
@@ -346,8 +391,12 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Finish running copies, let the storage process go; it persists what it was given."""
+        if self._growth is not None:
+            self._growth.stop()
         is_quiet = self.engine.close(CLOSE_TIMEOUT_S) if self.engine is not None else True
-        self.engine = None
+        if self._growth is not None:
+            is_quiet = self._growth.join(CLOSE_TIMEOUT_S) and is_quiet
+        self.engine = self._growth = None
         if self._checks is not None:
             self._checks.close()
         if self._storage is not None:

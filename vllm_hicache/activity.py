@@ -106,7 +106,9 @@ def _parts(changed: Mapping[str, float], totals: Mapping[str, float]) -> list[st
     if dropped:
         parts.append(f"not persisted {dropped:,.0f} tokens")
     used, total = totals["host_slots_used"], totals["host_slots_total"]
-    parts.append(f"host slots {used:,.0f}/{total:,.0f}")
+    ready = totals["host_slots_ready"]
+    growing = f" ({ready:,.0f} ready)" if ready < total else ""
+    parts.append(f"host slots {used:,.0f}/{total:,.0f}{growing}")
     parts.append(f"backlog {format_bytes(totals['write_backlog_bytes'])}")
     parts.append(f"breaker {'open' if totals['breaker_open'] else 'closed'}")
     return parts

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vllm_hicache.errors import InvariantBroken
+from vllm_hicache.host_slots import HostSlots
 from vllm_hicache.planner import Planner
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.tiers import SlotOwner
@@ -68,17 +69,27 @@ def _slot_findings(planner: Planner, pins: Counter[HostPage]) -> Iterator[str]:
         for slot in owned:
             if slots.owner(slot) is not owner:
                 yield f"slot {slot} of {owner.name} is recorded as {slots.owner(slot).name}"
-    if slots.count(SlotOwner.FREE) != slots.num_free:
-        yield f"{slots.count(SlotOwner.FREE)} slots are recorded as free, {slots.num_free} are"
+    yield from _free_findings(slots)
     total = slots.num_free + len(in_index) + len(in_operations)
-    if total != slots.num_slots:
+    if total != slots.num_ready:
         yield (
             f"{slots.num_free} free + {len(in_index)} of the index + {len(in_operations)} of "
-            f"operations make {total} slots of {slots.num_slots}"
+            f"operations make {total} slots of {slots.num_ready}"
         )
     for slot, count in Counter(in_index + in_operations).items():
         if count > 1:
             yield f"slot {slot} has {count} owners"
+        if slot >= slots.num_ready:
+            yield f"slot {slot} is in use, but only {slots.num_ready} are ready"
+
+
+def _free_findings(slots: HostSlots) -> Iterator[str]:
+    recorded, num_unready = slots.count(SlotOwner.FREE), slots.num_slots - slots.num_ready
+    if recorded != slots.num_free + num_unready:
+        yield (
+            f"{recorded} slots are recorded as free, {slots.num_free} are and {num_unready} are "
+            f"not ready"
+        )
 
 
 def _page_findings(planner: Planner) -> Iterator[str]:

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_hicache import __version__, cli_doctor, cli_storage
+from vllm_hicache import __version__, cli_bench, cli_doctor, cli_storage
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.masking import mask_url
 
@@ -18,7 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Wrong options or configuration; argparse ends with the same status."""
 
-COMMANDS = (cli_doctor, cli_storage)
+COMMANDS = (cli_doctor, cli_storage, cli_bench)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,3 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"hicache: {mask_url(str(error))}\n")
         return EXIT_USAGE
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

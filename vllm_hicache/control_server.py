@@ -10,10 +10,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hicache.config import StorageConfig
+from vllm_hicache.config import HiCacheConfig, StorageConfig
 from vllm_hicache.control_address import ControlAddress
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.masking import mask_url
@@ -46,6 +46,16 @@ class ControlServer:
         logger.info("HiCache: storage can be attached and detached at %s", address)
         if token is None:
             logger.warning("HiCache: no control_token is set, so every command is refused")
+
+    @classmethod
+    def create(
+        cls, config: HiCacheConfig, replica: int, storage_addresses: Sequence[str]
+    ) -> "ControlServer | None":
+        """Of one data-parallel replica; None where no address is configured."""
+        if config.control_address is None:
+            return None
+        address = ControlAddress.parse(config.control_address).of_replica(replica)
+        return cls(address, config.control_token, StorageControl(storage_addresses))
 
     def close(self) -> None:
         """Stop listening. A command that runs is not waited for longer than a moment."""

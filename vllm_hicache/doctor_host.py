@@ -86,7 +86,8 @@ def check_memory(report: DoctorReport, config: HiCacheConfig | None, num_workers
             "locked memory",
             "note",
             f"RLIMIT_MEMLOCK is {rounded_size(memlock)}, a pool takes {rounded_size(needed)}; CUDA "
-            "pins beyond it on most drivers, and the start fails with a reason where it may not",
+            "pins beyond it on most drivers; where it may not, the pool stays at what was pinned, "
+            "and the log says so",
             "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
         )
 

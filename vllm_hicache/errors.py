@@ -43,5 +43,9 @@ class InvariantBroken(HiCacheError, AssertionError):
     """The bookkeeping contradicts itself. The engine stops: wrong KV is worse than no KV."""
 
 
+class LayerLoadFailed(HiCacheError, RuntimeError):
+    """A forward under way needs what a load could not bring. The engine stops: see above."""
+
+
 class RankDivergence(InvariantBroken):
     """Workers did different things, and the rank-consensus checker was told to stop the engine."""

@@ -27,6 +27,13 @@ class Gauges:
         self._planner = planner
         self._shown: tuple[int, ...] = ()
         planner.metrics.gauge("host_slots_total", planner.options.num_host_slots)
+        self.show_slots()
+
+    def show_slots(self) -> None:
+        """Host slots have got ready, or will not."""
+        planner = self._planner
+        planner.metrics.gauge("host_slots_ready", planner.host.slots.num_ready)
+        planner.metrics.gauge("host_pools_short", planner.join.num_short_workers)
 
     def update(self) -> None:
         planner = self._planner

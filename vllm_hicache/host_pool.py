@@ -1,17 +1,24 @@
 """The memory behind host slots: one memfd, mapped by the worker and by its storage process."""
 
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import torch
 
+from vllm_hicache import numa
 from vllm_hicache.errors import ConfigError, InvariantBroken
-from vllm_hicache.layout import registration_slots
+from vllm_hicache.layout import PoolPiece, pool_pieces
 
-TOUCH_THREADS = 8  # touching first pins 8 GiB in 2.0 s, pinning alone in 3.5 s; 16 gain no more
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14."""
+_POPULATE_BYTES = 32 << 20
+"""Backed by one call: 10 ms, for which no other thread of the process can map memory."""
+_CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 
 class HostPool:
@@ -20,11 +27,17 @@ class HostPool:
 
     ``tensors[i]`` is [num_slots, slot_strides[i]] uint8 on the CPU and lies ``bases[i]`` bytes into
     the memory. ``fd`` may be inherited by a child, which maps the same memory; the kernel frees it
-    when the last process has let it go.
+    when the last process has let it go. ``device`` is the CUDA device that copies to and from it;
+    None, or a CPU: there is none.
     """
 
     def __init__(
-        self, num_slots: int, slot_strides: Sequence[int], *, name: str = "hicache"
+        self,
+        num_slots: int,
+        slot_strides: Sequence[int],
+        *,
+        name: str = "hicache",
+        device: torch.device | None = None,
     ) -> None:
         if num_slots <= 0 or min(slot_strides, default=0) <= 0:
             raise ConfigError(
@@ -38,6 +51,7 @@ class HostPool:
             end - num_slots * stride for end, stride in zip(ends, slot_strides, strict=True)
         )
         self.num_bytes = ends[-1]
+        self._device = device if device is not None and device.type == "cuda" else None
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self._pinned: list[int] = []  # addresses
         try:
@@ -46,6 +60,7 @@ class HostPool:
         except OSError:
             os.close(self.fd)
             raise
+        self.pieces: tuple[PoolPiece, ...] = tuple(pool_pieces(num_slots, slot_strides))
         # The tensors own the mapping: it ends with the last view, so no view ever dangles.
         # Any thread may write it, also when vLLM makes the pool in inference mode.
         with torch.inference_mode(mode=False):
@@ -62,35 +77,55 @@ class HostPool:
             raise InvariantBroken("the host pool is closed")
         return self._tensors
 
-    def pin(self) -> bool:
-        """Lock the memory for copies by the current CUDA device; False where there is none.
+    @property
+    def is_pinned(self) -> bool:
+        """Whether what is made ready is locked for copies by the device."""
+        return self._device is not None
 
-        Pins whole slots in pieces of at most 1 GiB. All or nothing; a refusal is a ConfigError.
+    @property
+    def numa_node(self) -> int | None:
+        """That of the device, where there is a choice."""
+        if self._device is None:
+            return None
+        found = torch.cuda.get_device_properties(self._device)
+        parts = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        return numa.pci_node("{:04x}:{:02x}:{:02x}.0".format(*parts))
+
+    def piece_bytes(self, piece: PoolPiece) -> int:
+        """Bytes of one of ``pieces``."""
+        return (piece.stop - piece.first) * self.slot_strides[piece.region]
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which does nothing else in its life, for ``make_ready``."""
+        if self._device is None:
+            return
+        torch.cuda.set_device(self._device)
+        # vLLM captures graphs meanwhile, in the mode that lets no other thread pin memory: neither
+        # would the pinning succeed nor the capture. This thread's calls are no part of any capture.
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def make_ready(self, piece: PoolPiece) -> str:
+        """Have the piece backed, whatever it holds, and pinned where a device copies.
+
+        Any number of threads may, each another piece; the GIL is free meanwhile. Returns why it
+        was not possible, "" where it was.
         """
-        if not torch.cuda.is_available():
-            return False
-        pieces = [
-            piece
-            for region, stride in zip(self.tensors, self.slot_strides, strict=True)
-            for piece in region.split(registration_slots(stride))
-        ]
-        with ThreadPoolExecutor(TOUCH_THREADS) as threads:
-            for piece in threads.map(_touch, pieces):
-                self._register(piece)
-        return True
-
-    def _register(self, piece: torch.Tensor) -> None:
-        result = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
+        slots = self.tensors[piece.region][piece.first : piece.stop]
+        try:
+            _back(slots)
+        except OSError as error:
+            return f"no memory for {slots.numel()} bytes more ({error.strerror})"
+        if self._device is None:
+            return ""
+        result = torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.numel(), 0)
         if int(result) != 0:
-            self.unpin()
-            raise ConfigError(
-                f"host_memory: {piece.numel()} of {self.num_bytes} bytes could not be pinned "
-                f"({result}); lower host_memory or raise the limit of locked memory"
-            )
-        self._pinned.append(piece.data_ptr())
+            return f"{slots.numel()} bytes more could not be pinned ({result})"
+        self._pinned.append(slots.data_ptr())
+        return ""
 
     def unpin(self) -> None:
-        """Unlock what ``pin`` locked. No copy may be running."""
+        """Unlock what was pinned. No copy and no ``make_ready`` may be running."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
 
@@ -111,7 +146,25 @@ def _place_behind(end: int, num_bytes: int) -> int:
     return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE + num_bytes
 
 
-def _touch(piece: torch.Tensor) -> torch.Tensor:
-    """Have every memory page of ``piece`` backed, whatever it holds; the GIL is free meanwhile."""
-    piece.view(-1)[:: mmap.PAGESIZE].bitwise_or_(0)
-    return piece
+def _back(slots: torch.Tensor) -> None:
+    """Have every memory page of contiguous ``slots`` backed, whatever it holds; OSError where there
+    is none left."""
+    flat = slots.view(-1)
+    for part in flat.split(_POPULATE_BYTES):
+        number = _populate(part.data_ptr(), part.numel())
+        if number == errno.EINVAL:  # an older kernel; without memory this ends the process
+            part[:: mmap.PAGESIZE].bitwise_or_(0)
+        elif number:
+            raise OSError(number, os.strerror(number))
+
+
+def _populate(address: int, num_bytes: int) -> int:
+    """0, or the number of the error."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + num_bytes - start)
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    while madvise(ctypes.c_void_p(start), length, _POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number not in (errno.EINTR, errno.EAGAIN):
+            return number
+    return 0

@@ -8,7 +8,8 @@ class HostSlots:
     """Hands out slot numbers and records who owns each.
 
     A slot moves FREE -> OPERATION -> INDEX -> FREE, or OPERATION -> FREE. Any other
-    move raises ``InvariantBroken``: two owners of one slot mean wrong KV.
+    move raises ``InvariantBroken``: two owners of one slot mean wrong KV. Slots from ``num_ready``
+    on have no memory yet: they are free and are not handed out.
 
     >>> slots = HostSlots(2)
     >>> slots.take(3), slots.num_free
@@ -17,19 +18,31 @@ class HostSlots:
     1
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_ready: int | None = None) -> None:
+        """``num_ready`` None: all of them."""
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.num_ready = num_slots if num_ready is None else num_ready
+        self._free = list(range(self.num_ready - 1, -1, -1))
         self._owner = bytearray(num_slots)
         self._counts = [num_slots, 0, 0]
 
     @property
     def num_free(self) -> int:
+        """Slots that can be taken now."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        return self.num_slots - len(self._free)
+        return self.num_ready - len(self._free)
+
+    def make_ready(self, num_slots: int) -> None:
+        """Slots below ``num_slots`` have their memory on every worker. O(free slots)."""
+        if not self.num_ready <= num_slots <= self.num_slots:
+            raise InvariantBroken(
+                f"{num_slots} host slots are ready, after {self.num_ready} of {self.num_slots}"
+            )
+        self._free[:0] = range(num_slots - 1, self.num_ready - 1, -1)
+        self.num_ready = num_slots
 
     def count(self, owner: SlotOwner) -> int:
         """Number of slots with this owner."""

@@ -25,19 +25,31 @@ class HostTier:
       free()              OPERATION -> FREE        no worker touches the slot any more
       eviction, clear()   INDEX     -> FREE        only for pages without pins
     A pinned page that ``clear`` forgets keeps its slot until its last pin is gone.
+
+    Slots may get ready one by one. Until all are, no page is evicted for want of a slot that is
+    about to come.
     """
 
     def __init__(
-        self, num_slots: int, policy: str, on_evict: Callable[[HostPage], None] | None = None
+        self,
+        num_slots: int,
+        policy: str,
+        on_evict: Callable[[HostPage], None] | None = None,
+        *,
+        num_ready: int | None = None,
     ) -> None:
-        self.slots = HostSlots(num_slots)
+        self.slots = HostSlots(num_slots, num_ready)
+        self.is_growing = self.slots.num_ready < num_slots
+        """Whether more slots get ready."""
+        self._num_coming = num_slots - self.slots.num_ready
+        """Slots without memory yet, less those that somebody waited for."""
         self.index = PrefixIndex()
         self.num_pinned = 0
         self._queue = EvictionQueue(policy)
         self._policy = policy
         self._protections = 0
         self._protected: OrderedDict[HostPage, None] = OrderedDict()
-        self.max_protected = int(num_slots * PROTECTED_SHARE)
+        self.max_protected = int(self.slots.num_ready * PROTECTED_SHARE)
         self._on_evict = on_evict
         self._clock = 0
         self.has_spared = False
@@ -56,14 +68,24 @@ class HostTier:
         """Protected pages, the one that loses its protection next first."""
         return list(self._protected)
 
+    def make_ready(self, num_slots: int, num_expected: int) -> None:
+        """Slots below ``num_slots`` can be used; in the end it will be ``num_expected``."""
+        self.slots.make_ready(num_slots)
+        self.max_protected = int(num_slots * PROTECTED_SHARE)
+        self.is_growing = num_slots < num_expected
+        self._num_coming = max(0, num_expected - num_slots)
+
     def allocate(self, count: int, num_proven: int | None = None) -> list[int]:
         """Up to ``count`` slots, evicting pages where none is free.
 
         With ``num_proven`` only the first so many may take the place of a protected page; where
-        the policy is ``priority``, priorities decide alone.
+        the policy is ``priority``, priorities decide alone. Gives less than it could while slots
+        are about to come.
         """
         taken = self.slots.take(count)
         self.has_spared = False
+        if self._num_coming and len(taken) < count and self._may_wait(count - len(taken)):
+            return taken
         spares = num_proven is not None and self._policy != "priority"
         while len(taken) < count:
             page = self._queue.pop()
@@ -179,6 +201,14 @@ class HostTier:
         self._queue = EvictionQueue(self._policy)
         self._protected.clear()
         return len(pages)
+
+    def _may_wait(self, num_slots: int) -> bool:
+        """Whether so many slots come soon, beside those for all who waited since the last came.
+        Who waits is saved or fetched when it is used again; who is evicted is lost."""
+        if num_slots > self._num_coming:
+            return False
+        self._num_coming -= num_slots
+        return True
 
     def _use(self, page: HostPage) -> None:
         self._clock += 1

@@ -5,6 +5,7 @@ Host pages are ordered (head group, layer, token, head in group, content); conte
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
@@ -12,7 +13,10 @@ from math import gcd
 from vllm_hicache.errors import ConfigError
 
 SLOT_ALIGNMENT = 4096  # bytes; a memory page, so that storage can read straight into a slot
-REGISTRATION_BYTES = 1 << 30  # bytes pinned by one call; larger pieces make start-up stall longer
+REGISTRATION_BYTES = 256 << 20
+"""Bytes that are backed and pinned at a time. Start waits for one such piece, the end for those
+under way, and while the kernel pins one, other threads cannot map memory. A copy (of 32 MiB at
+most) is cut in two at a boundary, and smaller pieces have more of them."""
 _FLEET_TP = 8  # heads are split so that engines of up to TP8 share objects
 _POOL_DIGITS = 8
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -260,6 +264,29 @@ def registration_slots(slot_stride: int) -> int:
     """Host slots that are pinned by one call; a copy must not span two such pieces.
 
     >>> registration_slots(4096)
-    262144
+    65536
     """
     return max(1, REGISTRATION_BYTES // slot_stride)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPiece:
+    """Host slots ``[first, stop)`` of one region of the pool, which are pinned by one call."""
+
+    region: int
+    first: int
+    stop: int
+
+
+def pool_pieces(num_slots: int, slot_strides: Sequence[int]) -> list[PoolPiece]:
+    """All pieces of a pool in the order in which its slots become whole, low ones first.
+
+    >>> [(p.region, p.first, p.stop) for p in pool_pieces(6, [100 << 20, 50 << 20])]
+    [(0, 0, 2), (1, 0, 5), (0, 2, 4), (0, 4, 6), (1, 5, 6)]
+    """
+    pieces = [
+        PoolPiece(region, first, min(first + step, num_slots))
+        for region, step in enumerate(map(registration_slots, slot_strides))
+        for first in range(0, num_slots, step)
+    ]
+    return sorted(pieces, key=lambda piece: (piece.first, piece.region))

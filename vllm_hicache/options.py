@@ -83,17 +83,20 @@ _TOP_TABLE = (
     ),
     Option(
         "load_mode",
-        kinds.choice("async"),
+        kinds.choice("async", "layerwise"),
         "async",
-        "async",
-        "how host pages return to the device: beside the steps of other requests",
+        "layerwise",
+        "how host pages return to the device: beside the steps of other requests, or in the step "
+        "that reads them, each layer waiting for its own part",
     ),
     Option(
         "sync_load_max_ms",
         kinds.milliseconds(),
         3.0,
         3.0,
-        "a load predicted to be shorter runs before the step's forward; 0 turns that off",
+        "an asynchronous load predicted to be shorter runs before the step's forward; 0 turns that "
+        "off",
+        ("load_mode=async",),
     ),
     Option(
         "skip_slow_loads",

@@ -11,14 +11,16 @@ from vllm_hicache.request_state import RequestState
 class PinnedPages:
     """One pin a page, with a deadline: ``pin_s`` after a request that asked for it has ended.
 
-    At most ``max_pages`` are kept or waited for; what goes beyond is refused and counted. Nothing
-    expires by itself: the caller brings the time.
+    At most ``max_share`` of the slots that are ready are kept or waited for; what goes beyond is
+    refused and counted. Nothing expires by itself: the caller brings the time.
     """
 
-    def __init__(self, host: HostTier, metrics: Metrics, *, max_pages: int, page_size: int) -> None:
+    def __init__(
+        self, host: HostTier, metrics: Metrics, *, max_share: float, page_size: int
+    ) -> None:
         self._host = host
         self._metrics = metrics
-        self._max_pages = max_pages
+        self._max_share = max_share
         self._page_size = page_size
         self._deadlines: dict[bytes, float] = {}
         self._pages: dict[bytes, HostPage] = {}
@@ -36,11 +38,12 @@ class PinnedPages:
         """Keep pages ``[first, last)`` of a request with the hint, in host or on their way there,
         until ``pin_s`` from now at least."""
         deadline = now + state.pin_s
+        max_pages = int(self._host.slots.num_ready * self._max_share)
         for page_hash in state.tokens.page_hashes(last)[first:last]:
             known = self._deadlines.get(page_hash)
             if known is not None:
                 self._deadlines[page_hash] = max(known, deadline)
-            elif len(self._deadlines) < self._max_pages:
+            elif len(self._deadlines) < max_pages:
                 self._deadlines[page_hash] = deadline
                 heapq.heappush(self._heap, (deadline, page_hash))
                 page = self._host.index.get(page_hash)

@@ -31,6 +31,7 @@ from vllm_hicache.progress import Outcome, ProgressJoin
 from vllm_hicache.refusals import Refusals
 from vllm_hicache.request_state import DeviceBlocks, DeviceQueue, RequestState
 from vllm_hicache.saves import Saves
+from vllm_hicache.settled import NOTHING_SETTLED, Settled
 from vllm_hicache.storage_answers import StorageAnswers
 from vllm_hicache.storage_link import StorageLink
 from vllm_hicache.unserved import Unserved
@@ -47,16 +48,6 @@ class Match:
     is_async: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What finished copies mean for vLLM and for those who listen."""
-
-    loaded: tuple[RunningLoad, ...] = ()
-    failed: tuple[RunningLoad, ...] = ()
-    published: tuple[HostPage, ...] = ()
-
-
-NOTHING_SETTLED = Settled()
 NO_MATCH = Match(0)
 ASK_AGAIN = Match(None)
 
@@ -86,9 +77,11 @@ class Planner:
             max(options.page_bytes) / options.page_size,
             is_on=options.skip_slow_loads,
         )
-        self.join = ProgressJoin(len(options.page_bytes))
+        self.join = ProgressJoin(len(options.page_bytes), options.first_slots)
         self._blocks = blocks
-        self.host = HostTier(options.num_host_slots, options.eviction, on_evict)
+        self.host = HostTier(
+            options.num_host_slots, options.eviction, on_evict, num_ready=options.first_slots
+        )
         page_size, groups = options.page_size, options.kv_groups
         rules = options.hit_rules()
         self.usable = UsablePages(
@@ -110,10 +103,7 @@ class Planner:
         )
         self.write_back = WriteBack.create(options, self.saves, self.host, queue, metrics)
         self.pins = PinnedPages(
-            self.host,
-            metrics,
-            max_pages=int(options.num_host_slots * options.max_pinned_share),
-            page_size=page_size,
+            self.host, metrics, max_share=options.max_pinned_share, page_size=page_size
         )
         self.loads = Loads(self.host, metrics, self.ledger, page_size=page_size, groups=groups)
         self.unserved = Unserved(self.ledger, page_size=options.page_size)
@@ -332,8 +322,16 @@ class Planner:
         running = self.saves.num_running + self.loads.num_running
         return running > 0 or bool(self._failed_requests)
 
+    def settle_slots(self) -> None:
+        """Use host slots that have got their memory on every worker."""
+        if self.join.has_new_slots:
+            num_ready, num_refused = self.join.take_slots()
+            self.host.make_ready(num_ready, self.options.num_host_slots - num_refused)
+            self.gauges.show_slots()
+
     def settle_copies(self, now: float) -> Settled:
         """Consume what all workers have finished, in order."""
+        self.settle_slots()
         self.pins.expire(now)
         num_failed = self.loads.num_failed_visibly
         self.loads.distrust(self.join.failures(Direction.LOAD))
@@ -484,6 +482,8 @@ class Planner:
 
     def _is_quick(self, num_tokens: int) -> bool:
         """Whether a copy is better waited for than scheduled around."""
+        if self.options.loads_by_layer:
+            return True
         if self.options.sync_load_max_s <= 0 or len(self.options.kv_groups) > 1:
             return False  # vLLM takes no failed blocks where ids mean something in a group only
         if self.loads.num_running:

@@ -15,6 +15,7 @@ class PlannerOptions:
     block_size: int
     """Of vLLM's scheduler: hits are multiples of it."""
     num_host_slots: int
+    """In the end; fewer where a worker does not get the memory for them."""
     page_bytes: tuple[int, ...]
     """Bytes of one page, by worker."""
     eviction: str
@@ -33,6 +34,8 @@ class PlannerOptions:
     max_pinned_share: float = 0.25
     """Part of the host tier that the hint ``pin_s`` may keep."""
     skip_slow_loads: bool = True
+    loads_by_layer: bool = False
+    """Every load belongs to the step that reads it, whose layers wait for theirs in turn."""
     pools: tuple[Pool, ...] = ()
     """Kinds of KV that pages may lack; nothing is said of those that every page has."""
     groups: tuple[KVGroup, ...] = ()
@@ -43,6 +46,14 @@ class PlannerOptions:
     """Last tokens of a hit that are computed anew, as vLLM does: a drafter's state of a token
     depends on the next one."""
     draft_miss: str = "auto"
+    num_ready_slots: int | None = None
+    """Host slots that have their memory on every worker at the start; None: all."""
+
+    @property
+    def first_slots(self) -> int:
+        """Host slots that can be used from the start."""
+        ready = self.num_ready_slots
+        return self.num_host_slots if ready is None else ready
 
     def page_uses(self) -> PageUses | None:
         """Who has to know how often pages are used; None where nothing depends on it."""

@@ -391,7 +391,7 @@ class Prefetcher:
 
     def _room(self, tenant: str) -> int:
         """Host pages that this tenant's fetches may still fill."""
-        num_slots, policy = self._host.slots.num_slots, self._policy
+        num_slots, policy = self._host.slots.num_ready, self._policy
         room = int(num_slots * policy.max_share) - self._occupied.total()
         if tenant:
             of_tenant = int(num_slots * policy.max_tenant_share) - self._occupied[tenant]

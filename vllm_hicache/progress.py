@@ -22,6 +22,10 @@ class WorkerProgress:
     loads_in_doubt: int = 0
     save_busy_s: float = 0.0
     load_busy_s: float = 0.0
+    slots_ready: int = 0
+    """Host slots below this number have their memory."""
+    slots_refused: int = 0
+    """Host slots, the last ones, that will never have it."""
 
     def done(self, direction: Direction) -> int:
         return self.saves_done if direction is Direction.SAVE else self.loads_done
@@ -60,7 +64,8 @@ class ProgressJoin:
     """Minimum over all workers, consumed once and in order.
 
     What fast workers did beyond the slowest one stays queued. A worker that has said
-    nothing yet counts as having done nothing.
+    nothing yet counts as having done nothing. Host slots are ready where they are ready on all
+    workers, ``num_ready_slots`` of them from the start.
 
     >>> join = ProgressJoin(2)
     >>> join.update(0, WorkerProgress(saves_done=2)); join.consume(Direction.SAVE)
@@ -70,8 +75,12 @@ class ProgressJoin:
     [Outcome(direction=<Direction.SAVE: 'save'>, op_id=1, is_ok=False)]
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, num_ready_slots: int = 0) -> None:
         self.world_size = world_size
+        self.has_new_slots = False
+        """Whether a worker has told of host slots since ``take_slots``."""
+        self._slots_ready = [num_ready_slots] * world_size
+        self._slots_refused = [0] * world_size
         self.num_ignored = 0
         self._lanes = {
             direction: _Lane([0] * world_size, [0.0] * world_size) for direction in Direction
@@ -86,6 +95,7 @@ class ProgressJoin:
         if progress is self._latest[worker_id]:
             return
         self._latest[worker_id] = progress
+        self._note_slots(worker_id, progress)
         for direction, lane in self._lanes.items():
             done = progress.done(direction)
             if done < lane.done[worker_id]:
@@ -95,6 +105,24 @@ class ProgressJoin:
             lane.busy_s[worker_id] = progress.busy_s(direction)
             lane.in_doubt = max(lane.in_doubt, progress.in_doubt(direction))
             lane.failed.update(op for op in progress.failed(direction) if op > lane.consumed)
+
+    def _note_slots(self, worker_id: int, progress: WorkerProgress) -> None:
+        if progress.slots_ready > self._slots_ready[worker_id]:
+            self._slots_ready[worker_id] = progress.slots_ready
+            self.has_new_slots = True
+        if progress.slots_refused > self._slots_refused[worker_id]:
+            self._slots_refused[worker_id] = progress.slots_refused
+            self.has_new_slots = True
+
+    def take_slots(self) -> tuple[int, int]:
+        """Host slots that are ready on every worker, and those that never will be on some."""
+        self.has_new_slots = False
+        return min(self._slots_ready), max(self._slots_refused)
+
+    @property
+    def num_short_workers(self) -> int:
+        """Workers that could not get the memory for all their slots."""
+        return sum(map(bool, self._slots_refused))
 
     def consume(self, direction: Direction) -> list[Outcome]:
         """Operations that every worker has finished and that were not consumed before."""

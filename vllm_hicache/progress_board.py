@@ -1,11 +1,12 @@
 """A worker's progress in shared memory, so that the scheduler on the same host sees a finished
 copy without waiting for a step.
 
-One page, written by the worker's copy threads, read by the scheduler. Layout, little-endian
+One page, written by the worker's threads, read by the scheduler. Layout, little-endian
 unsigned 64-bit words:
 
     0      magic
     8      token drawn by the worker, so that a reader knows that it mapped the right page
+    32     host slots: ready, refused
     64     saves: done, failures, busy nanoseconds
     96     loads: done, failures, busy nanoseconds
     128    for the rank-consensus checker: signs of life, last step begun, last step ended
@@ -21,7 +22,7 @@ import os
 import struct
 
 from vllm_hicache.plan import Direction
-from vllm_hicache.progress import WorkerProgress
+from vllm_hicache.progress import ProgressJoin, WorkerProgress
 
 BOARD_BYTES = 4096
 MAGIC = 0x3144524F42434948  # "HICBORD1"
@@ -29,7 +30,8 @@ RING = 128
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<15Q")
 """Everything up to the rings, read in the order of its addresses: counters before failures."""
-_SAVES, _LOADS = slice(8, 11), slice(12, 15)
+_SLOTS, _SAVES, _LOADS = slice(4, 6), slice(8, 11), slice(12, 15)
+_READY, _REFUSED = 32, 40
 _SIGNS = struct.Struct("<3Q")
 _PULSE, _BEGUN, _ENDED = 128, 136, 144
 GOODBYE = (1 << 64) - 1
@@ -63,6 +65,11 @@ class ProgressBoard:
             self._put(base + 8, failures + 1)
         self._put(base + 16, self._get(base + 16) + int(busy_s * 1e9))
         self._put(base, op_id)
+
+    def publish_slots(self, num_ready: int, num_refused: int) -> None:
+        """Record how many host slots have their memory, and how many never will. One thread."""
+        self._put(_REFUSED, num_refused)
+        self._put(_READY, num_ready)
 
     def beat(self) -> None:
         """Show that this process lives."""
@@ -138,6 +145,29 @@ class BoardReader:
         self._map.close()
 
 
+class WorkerBoards:
+    """The boards of those workers that are on the scheduler's host."""
+
+    def __init__(self) -> None:
+        self.readers: dict[int, BoardReader] = {}
+
+    def open(self, worker_id: int, path: str, token: int) -> None:
+        """Map a worker's board if it is on this host."""
+        reader = BoardReader.open(path, token)
+        if reader is not None:
+            self.readers[worker_id] = reader
+
+    def tell(self, join: ProgressJoin) -> None:
+        """Have the join know what the boards say."""
+        for worker_id, reader in self.readers.items():
+            join.update(worker_id, reader.read())
+
+    def close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
+        self.readers.clear()
+
+
 def _read(board: mmap.mmap, words: tuple[int, ...]) -> WorkerProgress:
     """``words`` are the counters, read before; the failures that they cover are on the board."""
 
@@ -151,6 +181,7 @@ def _read(board: mmap.mmap, words: tuple[int, ...]) -> WorkerProgress:
 
     saves_done, num_failed_saves, save_busy_ns = words[_SAVES]
     loads_done, num_failed_loads, load_busy_ns = words[_LOADS]
+    slots_ready, slots_refused = words[_SLOTS]
     failed_saves, saves_in_doubt = failed(Direction.SAVE, num_failed_saves)
     failed_loads, loads_in_doubt = failed(Direction.LOAD, num_failed_loads)
     return WorkerProgress(
@@ -162,4 +193,6 @@ def _read(board: mmap.mmap, words: tuple[int, ...]) -> WorkerProgress:
         loads_in_doubt=loads_in_doubt,
         save_busy_s=save_busy_ns / 1e9,
         load_busy_s=load_busy_ns / 1e9,
+        slots_ready=slots_ready,
+        slots_refused=slots_refused,
     )

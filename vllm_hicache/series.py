@@ -196,6 +196,8 @@ STORAGE_OBJECT_SERIES = (
 )
 _GAUGES = (
     _gauge("host_slots_total", "Host slots of a worker; each holds one page."),
+    _gauge("host_slots_ready", "Host slots whose memory is there on every worker."),
+    _gauge("host_pools_short", "Workers that did not get the memory for all host slots."),
     _gauge("host_slots_used", "Host slots that hold a page or are being filled."),
     _gauge("host_slots_pinned", "Host slots that cannot be evicted now."),
     _gauge("host_slots_protected", "Host slots whose page several requests have used lately."),

@@ -225,7 +225,7 @@ def test_another_plan_on_one_worker_is_named(make_four, caplog):
 
 def test_a_copy_that_fails_on_one_worker_is_shown_and_is_no_divergence(make_four, caplog):
     four = make_four()
-    four.sides[1].engine._lanes[Direction.SAVE]._copy = fail
+    four.sides[1].engine._copy[Direction.SAVE] = fail
     four.step(plan(1))
     assert four.boards[1].read().failed_saves == (1,)
     assert four.counted() == {}

@@ -189,7 +189,15 @@ def test_description_leaves_out_options_without_effect():
     assert "prefetch_timeout_base_s" not in described
     assert described["prefetch_policy"] == "best_effort"
     without_storage = _parse({}).describe()
-    assert not {name for name, option in OPTIONS.items() if option.needs} & set(without_storage)
+    apply = {"sync_load_max_ms"}  # needs what is the default
+    needing = {name for name, option in OPTIONS.items() if option.needs}
+    assert needing & set(without_storage) == apply
+    assert not apply & set(_parse({"load_mode": "layerwise"}).describe())
+
+
+def test_time_of_a_synchronous_load_is_refused_where_every_load_is_layerwise():
+    with pytest.raises(ConfigError, match=r'sync_load_max_ms .* load_mode to be "async"'):
+        _parse({"load_mode": "layerwise", "sync_load_max_ms": 5})
 
 
 # secrets

@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -129,15 +130,48 @@ def test_pool_that_cannot_be_made_leaves_no_descriptor_behind():
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_pool_is_pinned_only_where_there_is_a_device(pool):
-    assert pool.pin() is torch.cuda.is_available()
+def test_memory_that_is_made_ready_is_resident_and_keeps_what_it_holds(monkeypatch):
+    monkeypatch.setattr("vllm_hicache.layout.REGISTRATION_BYTES", 8 * MIB)
+    pool = HostPool(16, [MIB, 2 * MIB])
+    pool.tensors[1][5] = 7
+    before = _resident_shared_bytes()
+    assert [pool.make_ready(piece) for piece in pool.pieces[:2]] == ["", ""]
+    assert 14 * MIB - MIB <= _resident_shared_bytes() - before <= 16 * MIB + MIB
+    assert [pool.make_ready(piece) for piece in pool.pieces[2:]] == [""] * 4
+    assert _resident_shared_bytes() - before <= 48 * MIB
+    assert pool.tensors[1].sum(dtype=torch.int64) == 7 * 2 * MIB
+    pool.close()
+
+
+def test_an_old_kernel_backs_memory_by_touching_it(monkeypatch):
+    monkeypatch.setattr("vllm_hicache.host_pool._POPULATE_WRITE", 999)  # EINVAL
+    pool = HostPool(8, [MIB])
+    pool.tensors[0][2] = 9
+    before = _resident_shared_bytes()
+    assert pool.make_ready(pool.pieces[0]) == ""
+    assert _resident_shared_bytes() - before >= 7 * MIB - MIB
+    assert pool.tensors[0].sum(dtype=torch.int64) == 9 * MIB
+    pool.close()
+
+
+def test_memory_that_the_kernel_does_not_have_is_a_refusal_and_no_crash(pool):
+    os.ftruncate(pool.fd, 0)  # pages behind the end of a file cannot be backed
+    assert "no memory for 32768 bytes more (" in pool.make_ready(pool.pieces[0])
+
+
+def test_a_pool_without_a_cuda_device_has_no_node_and_pins_nothing():
+    pool = HostPool(4, [4096], device=torch.device("cpu"))
+    assert (pool.is_pinned, pool.numa_node) == (False, None)
+    assert pool.make_ready(pool.pieces[0]) == ""
+    assert not pool.tensors[0].is_pinned()
+    pool.close()
 
 
 @pytest.mark.gpu
 def test_pinned_pieces_are_seen_by_the_device_and_released(monkeypatch):
     monkeypatch.setattr("vllm_hicache.layout.REGISTRATION_BYTES", 3 * MIB)
-    pool = HostPool(5, [2 * MIB, MIB])
-    assert pool.pin()
+    pool = HostPool(5, [2 * MIB, MIB], device=torch.device("cuda:0"))
+    assert {pool.make_ready(piece) for piece in pool.pieces} == {""}
     assert all(slot.is_pinned() for region in pool.tensors for slot in region)
     device = torch.arange(2 * MIB, device="cuda").to(torch.uint8)
     for slot in pool.tensors[0]:
@@ -146,4 +180,50 @@ def test_pinned_pieces_are_seen_by_the_device_and_released(monkeypatch):
     assert all(torch.equal(slot, device.cpu()) for slot in pool.tensors[0])
     pool.unpin()
     assert not any(slot.is_pinned() for region in pool.tensors for slot in region)
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_pieces_are_pinned_while_another_thread_captures_a_graph(monkeypatch):
+    """vLLM captures its graphs while the pool grows; what is not allowed then spoils both."""
+    monkeypatch.setattr("vllm_hicache.layout.REGISTRATION_BYTES", MIB)
+    pool = HostPool(64, [MIB], device=torch.device("cuda:0"))
+    refusals: list[str] = []
+
+    def pin() -> None:
+        pool.enter_thread()
+        refusals.extend(pool.make_ready(piece) for piece in pool.pieces)
+
+    thread = threading.Thread(target=pin)
+    numbers, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    numbers += 0  # loads the kernel
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        thread.start()
+        numbers += 1
+        thread.join()
+    graph.replay()
+    graph.replay()
+    assert numbers.tolist() == [2.0] * 8
+    assert refusals == [""] * 64
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_a_refusal_of_the_driver_spoils_nothing_else():
+    """An error of CUDA belongs to the thread that met it."""
+    pool = HostPool(4, [MIB], device=torch.device("cuda:0"))
+    refusals: list[str] = []
+
+    def pin_twice() -> None:
+        pool.enter_thread()
+        refusals.extend(pool.make_ready(pool.pieces[0]) for _ in range(2))
+
+    thread = threading.Thread(target=pin_twice)
+    thread.start()
+    thread.join()
+    assert refusals[0] == ""
+    assert "could not be pinned" in refusals[1]
+    assert pool.tensors[0].is_pinned()
+    assert pool.tensors[0].to("cuda").sum().item() == 0
     pool.close()

@@ -253,13 +253,23 @@ def test_activity_line_tells_hits_bytes_and_rates():
     metrics.observe("save_seconds", 0.5)
     metrics.count("fetched_bytes", 3_000_000)
     metrics.gauge("host_slots_total", 2000)
+    metrics.gauge("host_slots_ready", 2000)
     metrics.gauge("breaker_open", 1)
     line = activity.line()
     assert line.startswith("HiCache: hits host 12,288 storage 4,096 of 20,480 tokens, ")
     assert "saved 1.2 GB at 2.4 GB/s" in line
     assert "fetched 3.0 MB" in line
-    assert "host slots 0/2,000" in line
+    assert "host slots 0/2,000, " in line
     assert line.endswith("backlog 0 B, breaker open")
+
+
+def test_activity_line_tells_how_many_slots_are_ready_while_not_all_are():
+    metrics = Metrics()
+    activity = ActivityLine(metrics, interval_s=10.0, clock=Clock())
+    metrics.count("lookup_tokens", 20480)
+    metrics.gauge("host_slots_total", 2000)
+    metrics.gauge("host_slots_ready", 1500)
+    assert "host slots 0/2,000 (1,500 ready), " in activity.line()
 
 
 def test_activity_line_covers_its_interval_only_and_idle_intervals_say_nothing():

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_hicache.plan import Direction
 from vllm_hicache.progress import Outcome, ProgressJoin, WorkerProgress
-from vllm_hicache.progress_board import RING, BoardReader, ProgressBoard
+from vllm_hicache.progress_board import RING, BoardReader, ProgressBoard, WorkerBoards
 
 
 @pytest.fixture
@@ -71,6 +71,32 @@ def test_a_repeated_reading_changes_nothing_and_a_new_one_counts(board, reader):
     join.update(0, reader.read())
     assert join.consume(Direction.SAVE) == [Outcome(Direction.SAVE, 2, False)]
     assert join.num_ignored == 0
+
+
+def test_host_slots_are_told_beside_the_copies_and_joined_by_the_slowest_worker():
+    boards, readers, join = [ProgressBoard(), ProgressBoard()], WorkerBoards(), ProgressJoin(2, 4)
+    for worker_id, board in enumerate(boards):
+        readers.open(worker_id, board.path, board.token)
+    boards[0].publish_slots(16, 0)
+    boards[0].publish(Direction.SAVE, 1, True, 0.0)
+    readers.tell(join)
+    assert readers.readers[0].read() == WorkerProgress(saves_done=1, slots_ready=16)
+    assert join.take_slots() == (4, 0)
+    boards[1].publish_slots(8, 24)
+    readers.tell(join)
+    assert join.has_new_slots
+    assert join.take_slots() == (8, 24)
+    assert (join.has_new_slots, join.num_short_workers) == (False, 1)
+    readers.close()
+    for board in boards:
+        board.close()
+
+
+def test_a_board_of_another_host_is_left_out():
+    readers, join = WorkerBoards(), ProgressJoin(1)
+    readers.open(0, "/proc/self/fd/999999", 1)
+    readers.tell(join)
+    assert (readers.readers, join.has_new_slots) == ({}, False)
 
 
 def test_a_board_with_another_token_is_not_read(board):

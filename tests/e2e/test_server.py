@@ -81,7 +81,7 @@ def _assert_alike(answers: list[Answer], control: list[Answer]) -> None:
 def test_every_series_exists_at_zero_from_the_start(live):
     _, first = live
     suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_count", "_sum")}
-    not_zero = {"host_slots_total", "storage_attached"}
+    not_zero = {"host_slots_total", "host_slots_ready", "storage_attached"}
     for series in SERIES:
         labels = [f"{{{series.label}={value}}}" for value in series.values] or [""]
         for suffix in suffixes[series.kind]:

@@ -38,7 +38,7 @@ REFUSALS = {
     "misspelt key": Refusal(
         'unknown option "page_sise"; did you mean "page_size"?', extra={"page_sise": 64}
     ),
-    "windows ahead of eviction": Refusal(
+    "sliding window": Refusal(
         'write_policy must be "write_through" or "write_through_selective" for this model, got',
         extra={"write_policy": "write_back"},
         model=SLIDING_WINDOW,

@@ -61,6 +61,7 @@ class VirtualEngine:
         request = Request(tokens, state, max_tokens + tokens.num_tokens)
         self.requests[request.request_id] = request
         self._waiting.append(request)
+        self.planner.settle_slots()
         self.planner.settle_storage(self.clock.now)
         with self._invariants.work(request, tokens.num_tokens // self._page):
             self.planner.add_request(state, self.clock.now)

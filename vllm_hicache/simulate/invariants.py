@@ -54,6 +54,7 @@ class Invariants:
     def check_step(self, *, is_idle: bool = False) -> None:
         """All rules on records, then what changed in host memory since the last check."""
         check(self._planner, is_idle=is_idle, num_held_blocks=self._pool.num_held)
+        self._check_ready_slots()
         changed: set[int] = set()
         for worker in self._workers:
             if worker.changed_slots:
@@ -68,6 +69,12 @@ class Invariants:
         self._checked.clear()
         self._stored.clear()
         self.check_step(is_idle=is_idle)
+
+    def _check_ready_slots(self) -> None:
+        """No slot is handed out before every worker has its memory."""
+        offered, ready = self._planner.host.slots.num_ready, min(w.num_ready for w in self._workers)
+        if offered > ready:
+            raise Violation(f"{offered} host slots are handed out, {ready} have memory everywhere")
 
     def _check_pages(self) -> None:
         checked, stored = self._checked, self._stored

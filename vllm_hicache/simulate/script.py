@@ -34,6 +34,19 @@ class StorageTrouble:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolTimes:
+    """How the host pools of a story get ready after ``options.num_ready_slots`` were."""
+
+    rates: tuple[float, ...]
+    """Chance that a worker's next piece gets ready in a step, by worker."""
+    piece: int
+    """Slots of a piece."""
+    short_worker: int | None
+    """This one is refused all pieces from ``short_at`` slots on."""
+    short_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Script:
     """One story's circumstances. ``None`` for ``trouble`` means no storage."""
 
@@ -60,6 +73,8 @@ class Script:
     reset_rate: float
     loss_rate: float
     switch_rate: float
+    growth: PoolTimes | None
+    """How host slots get ready; None: all are from the start."""
 
     @property
     def world_size(self) -> int:
@@ -91,6 +106,9 @@ def draw_script(rng: Random) -> Script:
     has_prefix_cache = rng.random() < 0.8
     num_slots = rng.choice((24, 32, 48, 96, 240)) // page
     has_storage = rng.random() < 0.8
+    growth = _draw_growth(rng, num_slots, world_size) if rng.random() < 0.15 else None
+    num_ready = rng.randint(1, num_slots - 1) if growth is not None else None
+    options = _draw_options(rng, page, block, num_slots, world_size, has_prefix_cache)
     return Script(
         world=world,
         page_size=page,
@@ -100,7 +118,7 @@ def draw_script(rng: Random) -> Script:
         depth=rng.choice((1, 1, 2, 3)),
         step_tokens=rng.choice((8, 16, 24)),
         prefill_s=rng.choice((0.05, 5.0, 20.0)),
-        options=_draw_options(rng, page, block, num_slots, world_size, has_prefix_cache),
+        options=replace(options, num_ready_slots=num_ready),
         trouble=_draw_trouble(rng) if has_storage else None,
         has_earlier_pages=rng.random() < 0.85,
         save_failure=rng.choice((0.0, 0.02, 0.1)) / max(1, world_size / 4),
@@ -112,6 +130,16 @@ def draw_script(rng: Random) -> Script:
         reset_rate=rng.choice((0.0, 0.0, 0.0, 0.005, 0.02)),
         loss_rate=rng.choice((0.0, 0.0, 0.0, 0.01)),
         switch_rate=rng.choice((0.0, 0.0, 0.03)),
+        growth=growth,
+    )
+
+
+def _draw_growth(rng: Random, num_slots: int, world_size: int) -> PoolTimes:
+    return PoolTimes(
+        rates=tuple(rng.choice((0.05, 0.2, 0.6)) for _ in range(world_size)),
+        piece=rng.choice((1, 1, 2, 4)),
+        short_worker=rng.randrange(world_size) if rng.random() < 0.9 else None,
+        short_at=rng.randrange(num_slots),
     )
 
 

@@ -93,6 +93,7 @@ class Story:
         )
         self._prefixes = [[self.rng.randrange(3) for _ in range(32)] for _ in range(3)]
         self._num_storages = 1
+        self._num_ready = script.options.first_slots
         if self.channels is not None and script.has_earlier_pages:
             self._fill_store()
 
@@ -139,14 +140,23 @@ class Story:
         """What happened, counted. The rules hold after each step, and nothing is left at rest."""
         for _ in range(num_steps):
             self.clock.advance(self.rng.choice((0.0005, 0.002, 0.01)))
+            self._grow_pools()
             self._act()
             self._check()
         self._come_to_rest()
         self.invariants.check_ledger(self.engine.num_local_tokens, self.engine.num_landed_tokens)
         return self._summary()
 
+    def _grow_pools(self) -> None:
+        if self.script.growth is not None:
+            for worker in self.workers:
+                worker.grow()
+
     def _check(self) -> None:
         self.num_steps += 1
+        num_ready = self.planner.host.slots.num_ready
+        self.counts["host slots ready"] += num_ready > self._num_ready
+        self._num_ready = num_ready
         self.invariants.check_step()
         self.invariants.check_fetches(r.state for r in self.engine.requests.values())
 
@@ -350,6 +360,7 @@ class Story:
             process.trouble = self.script.trouble or StorageTrouble()
         for _ in range(MAX_REST_STEPS):
             self.clock.advance(0.02)
+            self._grow_pools()
             self._step()
             self._copy()
             self._tick_storage()

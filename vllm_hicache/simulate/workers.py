@@ -40,7 +40,10 @@ class VirtualWorker:
         self.host: list[list[Tag]] = [[None] * script.granules_per_page for _ in range(pages)]
         self.changed_slots: set[int] = set()
         """Host slots that were written to since the last check."""
+        self.num_ready = script.options.first_slots
+        """Host slots that have their memory."""
         self.steps: deque[Step] = deque()
+        self._num_refused = 0
         self._rng = rng
         self._script = script
         self._ownership = ownership
@@ -76,6 +79,8 @@ class VirtualWorker:
             saves_in_doubt=saves_in_doubt,
             loads_in_doubt=loads_in_doubt,
             load_busy_s=self._told[Direction.LOAD] * 0.001,
+            slots_ready=self.num_ready,
+            slots_refused=self._num_refused,
         )
         self._old_progress.append(progress)
         return progress
@@ -106,6 +111,19 @@ class VirtualWorker:
         return not self.steps and not self.has_copies
 
     # Work --------------------------------------------------------------------------------------
+
+    def grow(self) -> None:
+        """The next piece of the host pool gets ready or is refused, if its time has come."""
+        times, num_slots = self._script.growth, len(self.host)
+        if times is None or self._num_refused or self.num_ready == num_slots:
+            return
+        if self._rng.random() >= times.rates[self.worker_id]:
+            return
+        if self.worker_id == times.short_worker and self.num_ready >= times.short_at:
+            self._num_refused = num_slots - self.num_ready
+            self._counts["host memory refused"] += 1
+            return
+        self.num_ready = min(self.num_ready + times.piece, num_slots)
 
     def run_step(self) -> None:
         """The next plan: loads start, the forward runs, saves start."""
@@ -152,6 +170,7 @@ class VirtualWorker:
         """Storage brings a page, or a piece of one."""
         if self._ownership.slot_owner(slot) is not SlotOwner.OPERATION:
             raise Violation(f"worker {self.worker_id}: a fetch writes to slot {slot}")
+        self._check_ready(slot)
         self.host[slot] = content
         self.changed_slots.add(slot)
 
@@ -169,6 +188,7 @@ class VirtualWorker:
         for slot, in_page, block_id, in_block in copy.rows:
             if ownership.slot_owner(slot) is not needed:
                 raise Violation(f"{copy.direction} {copy.op_id} uses slot {slot} of another owner")
+            self._check_ready(slot)
             # Steps are in order: one that reuses a block of a synchronous load runs after it.
             is_needed = self._holds_saves if is_save else copy.is_async
             if is_needed and not ownership.is_held(block_id):
@@ -182,6 +202,12 @@ class VirtualWorker:
             if copy.is_async and ownership.is_readable_by_others(block_id):
                 raise Violation(f"load {copy.op_id} writes to block {block_id}, others may read it")
             device[block_id][in_block] = host[slot][in_page]
+
+    def _check_ready(self, slot: int) -> None:
+        if slot >= self.num_ready:
+            raise Violation(
+                f"slot {slot} is used, worker {self.worker_id} has memory for {self.num_ready}"
+            )
 
     def _spoil(self, copy: Copy) -> None:
         garbage = Garbage(f"{copy.direction} {copy.op_id}")

@@ -65,6 +65,14 @@ def _lose_the_free_list(rig: Rig) -> None:
     rig.planner.host.slots._free.pop()
 
 
+def _use_a_slot_without_memory(rig: Rig) -> None:
+    rig.planner.host.slots.num_ready = 2
+
+
+def _count_slots_that_do_not_exist(rig: Rig) -> None:
+    rig.planner.host.slots.num_slots = 40
+
+
 def _lose_a_parent(rig: Rig) -> None:
     del rig.planner.host.index._pages[_first_page(rig).page_hash]
 
@@ -152,6 +160,8 @@ BREAKS = {
     _publish_a_slot_of_a_save: "of OPERATION is recorded as INDEX",
     _share_a_slot: "has 2 owners",
     _lose_the_free_list: "slots are recorded as free",
+    _use_a_slot_without_memory: "is in use, but only 2 are ready",
+    _count_slots_that_do_not_exist: "8 are not ready",
     _lose_a_parent: "is in host, its parent is not",
     _mark_as_gone: "is listed but not present",
     _miscount_children: "counts 5 children and has 1",

@@ -52,3 +52,24 @@ def test_a_slot_is_published_once():
 def test_a_free_slot_is_not_published():
     with pytest.raises(InvariantBroken, match="slot 0 belongs to FREE, expected OPERATION"):
         HostSlots(1).give_to_index(0)
+
+
+def test_slots_that_are_not_ready_are_not_handed_out():
+    slots = HostSlots(6, 2)
+    assert (slots.num_free, slots.num_used, slots.count(SlotOwner.FREE)) == (2, 0, 6)
+    assert slots.take(5) == [0, 1]
+    slots.make_ready(4)
+    assert (slots.num_free, slots.num_used) == (2, 2)
+    slots.release(0)
+    assert slots.take(2) == [0, 2]  # what was used before is used first
+    slots.make_ready(4)
+    slots.make_ready(6)
+    assert slots.take(5) == [3, 4, 5]
+    assert slots.num_used == slots.num_slots == 6
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_slots_get_ready_once_and_no_more_than_there_are(number):
+    slots = HostSlots(6, 2)
+    with pytest.raises(InvariantBroken, match=f"{number} host slots are ready, after 2 of 6"):
+        slots.make_ready(number)

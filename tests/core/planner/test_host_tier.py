@@ -135,3 +135,51 @@ def test_a_deep_chain_is_discarded_in_one_pass():
         tier.publish(i.to_bytes(2, "big"), parent, tier.allocate(1)[0])
     assert tier.discard(tier.index.get((1).to_bytes(2, "big"))) == 2999
     assert len(tier.index) == 1
+
+
+def _growing_tier(num_ready: int, num_slots: int) -> HostTier:
+    """A tier that is full as far as it is ready; page n is the child of none."""
+    tier = HostTier(num_slots, "lru", num_ready=num_ready)
+    for slot in tier.allocate(num_ready):
+        assert tier.publish(bytes([slot]), None, slot) is not None
+    return tier
+
+
+def test_no_page_is_evicted_for_want_of_slots_that_are_about_to_come():
+    tier = _growing_tier(4, 10)
+    assert tier.allocate(3) == []
+    assert (len(tier.index), tier.has_spared) == (4, False)
+    tier.make_ready(7, 10)
+    assert tier.allocate(3) == [4, 5, 6]
+    assert len(tier.index) == 4
+
+
+def test_who_gets_a_part_of_the_slots_waits_for_the_rest():
+    tier = _growing_tier(4, 10)
+    tier.make_ready(6, 10)
+    assert tier.allocate(4) == [4, 5]
+    assert len(tier.index) == 4
+
+
+def test_slots_that_come_are_waited_for_by_no_more_pages_than_fit():
+    """A worker that never gets on would otherwise freeze what host holds."""
+    tier = _growing_tier(4, 10)
+    assert tier.allocate(7) == [0, 1, 2, 3]  # six come, that is less than these need
+    tier.free([0, 1, 2, 3])
+    tier = _growing_tier(4, 10)
+    assert (tier.allocate(3), tier.allocate(3)) == ([], [])
+    assert tier.allocate(1) == [0]
+    tier.make_ready(5, 10)
+    assert tier.allocate(2) == [4]
+    assert len(tier.index) == 3
+
+
+def test_a_tier_that_stays_short_evicts_and_protects_by_what_it_has():
+    tier = _growing_tier(5, 20)
+    assert (tier.is_growing, tier.max_protected) == (True, 4)
+    tier.make_ready(10, 10)
+    assert (tier.is_growing, tier.max_protected) == (False, 8)
+    for slot in tier.allocate(5):
+        tier.publish(bytes([slot]), None, slot)
+    assert len(tier.allocate(2)) == 2
+    assert len(tier.index) == 8

@@ -138,3 +138,24 @@ def test_any_order_of_reports_gives_every_operation_once_with_one_outcome(data):
     outcomes += _consume(join)
     everywhere = set().union(*failed)
     assert outcomes == [(op, op not in everywhere) for op in range(1, num_operations + 1)]
+
+
+def test_host_slots_are_ready_where_all_workers_have_them_and_never_fewer():
+    join = ProgressJoin(3, num_ready_slots=2)
+    assert (join.has_new_slots, join.take_slots()) == (False, (2, 0))
+    join.update(0, WorkerProgress(slots_ready=9))
+    join.update(1, WorkerProgress(slots_ready=5))
+    assert join.take_slots() == (2, 0)
+    join.update(2, WorkerProgress(slots_ready=7))
+    assert join.take_slots() == (5, 0)
+    join.update(1, WorkerProgress(slots_ready=3))  # a late report
+    assert (join.has_new_slots, join.take_slots()) == (False, (5, 0))
+
+
+def test_slots_that_one_worker_never_gets_are_lost_for_all():
+    join = ProgressJoin(3, num_ready_slots=2)
+    join.update(0, WorkerProgress(slots_ready=9, slots_refused=1))
+    join.update(2, WorkerProgress(slots_ready=6, slots_refused=4))
+    join.update(0, WorkerProgress(slots_ready=9))
+    assert join.take_slots() == (2, 4)
+    assert join.num_short_workers == 2

@@ -151,6 +151,14 @@ def wait_for_storage_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefetcher, "should_wait", should_wait)
 
 
+def use_host_slots_that_one_worker_has(patch: pytest.MonkeyPatch) -> None:
+    def take_slots(self: progress.ProgressJoin) -> tuple[int, int]:
+        self.has_new_slots = False
+        return sorted(self._slots_ready)[-1], 0
+
+    patch.setattr(progress.ProgressJoin, "take_slots", take_slots)
+
+
 MUTATIONS = {
     consume_the_maximum: "Violation",
     skip_an_empty_acknowledgement: "no rest",
@@ -167,6 +175,7 @@ MUTATIONS = {
     book_nothing_for_a_request_that_ends_in_the_queue: "ended before it was admitted",
     ask_again_for_whoever_stands_in_line: "waits not",
     leave_without_the_retry: "counts",
+    use_host_slots_that_one_worker_has: "have memory everywhere",
 }
 """What is broken, and a word of what the simulator says then."""
 

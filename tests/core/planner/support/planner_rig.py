@@ -7,12 +7,13 @@ from vllm_hicache.audit import check
 from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import StepPlan
-from vllm_hicache.planner import Match, Planner, Settled
+from vllm_hicache.planner import Match, Planner
 from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.pools import KVGroup
 from vllm_hicache.prefix_index import HostPage
 from vllm_hicache.progress import WorkerProgress
 from vllm_hicache.request_state import DeviceQueue, RequestState
+from vllm_hicache.settled import Settled
 from vllm_hicache.simulate.requests import Tokens
 from vllm_hicache.storage_channel import ChannelDown, ChannelUp
 from vllm_hicache.storage_link import StorageLink
