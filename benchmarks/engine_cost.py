@@ -21,11 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
-
-from restore import set_environment
-from restore_plan import plan_restore
-from run_record import describe, run_record, table, write_json
+from vllm_hicache.benchmarks.restore import set_environment
+from vllm_hicache.benchmarks.restore_plan import plan_restore
+from vllm_hicache.benchmarks.run_record import describe, run_record, table, write_json
 
 ARMS = ("none", "hicache", "checked")
 
@@ -56,6 +54,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options.lengths = [options.requests * (options.prompt + options.output + options.page_size)]
     options.host_memory = options.device_kv_bytes = options.max_batched_tokens = None
     options.storage, options.load_mode, options.prefetch_policy = "none", "auto", "timeout"
+    options.evict_by, options.seed, options.hicache_options = "reset", 0, {}
     options.repeat, options.drop_page_cache, options.native_options = options.waves, False, {}
     return options
 

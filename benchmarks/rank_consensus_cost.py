@@ -17,13 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
-
 import numpy as np
-from run_record import describe, run_record, table, write_json
-from scheduler_cost import rig_options, start_running
-from scheduler_rig import SchedulerRig, SilentSide, Step
 
+from vllm_hicache.benchmarks.run_record import describe, run_record, table, write_json
+from vllm_hicache.benchmarks.scheduler_cost import rig_options, start_running
+from vllm_hicache.benchmarks.scheduler_rig import SchedulerRig, SilentSide, Step
 from vllm_hicache.plan import CopyOp, StepPlan
 
 MODES = ("off", "report")

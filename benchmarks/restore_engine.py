@@ -1,17 +1,18 @@
 """A vLLM engine in this process whose tiers can be dropped one by one, for `restore.py`."""
 
 import gc
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from restore_plan import RestorePlan
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+from vllm_hicache.benchmarks.answers import CACHED
+from vllm_hicache.benchmarks.engine_session import pause_without_work
+from vllm_hicache.benchmarks.page_cache import drop_page_cache
+from vllm_hicache.benchmarks.restore_plan import RestorePlan
 from vllm_hicache.plan import Direction
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 SETTLE_S = 300.0
 """Longest wait for copies and files of one prompt."""
-CACHED = "vllm:prompt_tokens_cached_by_source"
+FILLER_TOKENS = 8192
+"""Longest of the prompts that push others out of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,14 @@ class TimedEngine:
         self._parameters = SamplingParams(
             max_tokens=1, temperature=0, ignore_eos=True, detokenize=False
         )
+        self._fillers = np.random.default_rng((plan.seed, 0))
         caches = self._core.scheduler.kv_cache_config
         block_bytes = caches.kv_cache_tensors[0].size // caches.num_blocks
         self.bytes_per_token: int = block_bytes // plan.block_size
 
     def repetition(self, length: int, number: int) -> dict[str, Sample]:
         """One fresh prompt from every tier of the plan, in their order."""
-        random = np.random.default_rng((length, number))
+        random = np.random.default_rng((self._plan.seed, length, number))
         prompt = random.integers(0, self._plan.vocab_size, length).tolist()
         prepare: dict[str, Callable[[], None]] = {
             "cold": self.settle,
@@ -79,7 +82,7 @@ class TimedEngine:
         before = self._counters()
         gc.collect()
         started = time.perf_counter()
-        self._llm.generate([{"prompt_token_ids": prompt}], self._parameters, use_tqdm=False)
+        self._generate(prompt)
         seconds = time.perf_counter() - started
         self.settle()
         after = self._counters()
@@ -97,6 +100,9 @@ class TimedEngine:
             fetch_s=grown.get("vllm:hicache_fetch_seconds", 0.0),
         )
 
+    def _generate(self, prompt: list[int]) -> None:
+        self._llm.generate([{"prompt_token_ids": prompt}], self._parameters, use_tqdm=False)
+
     def settle(self) -> None:
         """Step until no copy runs; wait until every page that can be is in storage."""
         deadline = time.monotonic() + SETTLE_S
@@ -110,8 +116,16 @@ class TimedEngine:
             self._check(deadline, "writes to storage")
 
     def drop_device(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        self._reset(reset_connector=False)
+        """Empty vLLM's own prefix cache, or fill all of it with other prompts."""
+        if not self._plan.evicts_by_prompts:
+            self._reset(reset_connector=False)
+            return
+        caches = self._core.scheduler.kv_cache_config
+        length = min(FILLER_TOKENS, max(self._plan.lengths))
+        for _ in range(-(-caches.num_blocks * self._plan.block_size // length)):
+            prompt = self._fillers.integers(0, self._plan.vocab_size, length).tolist()
+            self._generate(prompt)
+            self.settle()
 
     def drop_host(self) -> None:
         """Empty vLLM's prefix cache and host memory; files stay."""
@@ -154,28 +168,3 @@ class TimedEngine:
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
-
-
-def pause_without_work(core: Any) -> None:
-    """Let a step without work end with a pause of 1 ms, as in a server's engine process: copy
-    threads of this process get no turn otherwise."""
-    post_step = core.post_step
-
-    def post_step_and_pause(model_executed: bool) -> None:
-        post_step(model_executed)
-        if not model_executed and core.scheduler.has_requests():
-            time.sleep(0.001)
-
-    core.post_step = post_step_and_pause
-
-
-def drop_page_cache(folder: Path) -> None:
-    """Let the system forget the contents of all files below ``folder``."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)

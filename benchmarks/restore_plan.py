@@ -1,43 +1,20 @@
 """What `restore.py` runs: model, sizes, engine and connector options, and the hits it expects."""
 
 import argparse
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from vllm_hicache.benchmarks.arms import CONNECTORS, ConnectorSizes, connector_options, has_gpu
+from vllm_hicache.benchmarks.model_shapes import kv_bytes_per_token, model_of
 from vllm_hicache.quantities import parse_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
-ARMS = ("hicache", "native", "none")
+ARMS = ("hicache", "native", "simple", "none")
 TIERS = ("cold", "device hit", "host restore", "file restore")
 SOURCE = {"device hit": "device", "host restore": "host", "file restore": "disk"}
 """Tier -> the source under which vLLM counts cached tokens."""
 SYNC_LOAD_MAX_MS = {"sync": 600_000.0, "async": 0.0}
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-SHAPES = {"llama-8b": LLAMA_8B}
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SPARE_TOKENS = 64
 
 
@@ -57,6 +34,9 @@ class RestorePlan:
     connector_options: dict[str, Any]
     storage: Path | None
     drops_page_cache: bool
+    evicts_by_prompts: bool = False
+    """Other prompts push the KV out of the device, in place of a reset."""
+    seed: int = 0
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -77,16 +57,14 @@ class RestorePlan:
     def is_expected(self, cached: dict[str, int], length: int, tier: str) -> bool:
         """Whether vLLM counted the hit under the right source, and in full.
 
-        vLLM's own connector keeps chunks of its own size: up to a page less is accepted there,
-        and it adds the last block, which a full device hit leaves to be computed.
+        vLLM's own connectors keep chunks of their own size: up to a page less is accepted there,
+        and one adds the last block, which a full device hit leaves to be computed.
         """
         if tier == "cold":
             return not any(cached.values())
         found, expected = cached.get(SOURCE[tier], 0), self.expected(length, tier)
         is_alone = found == sum(cached.values())
-        if self.arm == "native" and tier == "device hit":
-            return found == expected
-        if self.arm == "native" and tier != "device hit":
+        if self.arm in ("native", "simple") and tier != "device hit":
             return is_alone and found > max(0, expected - self.page_size)
         return is_alone and found == expected
 
@@ -94,17 +72,17 @@ class RestorePlan:
 def plan_restore(options: argparse.Namespace, arm: str, folder: Path) -> RestorePlan:
     """Work out sizes from the model; ``folder`` takes the model and the pages where none is
     given."""
-    model, config = _model(options, folder)
-    per_token = kv_bytes_per_token(config, options.dtype)
+    model = model_of(options, folder)
+    per_token = kv_bytes_per_token(model.config, options.dtype)
     longest = max(options.lengths)
     longest_bytes = per_token * (-(-longest // options.page_size) * options.page_size)
     storage = _storage(options, arm, folder)
     engine: dict[str, Any] = {
-        "model": model,
+        "model": model.name,
         "dtype": options.dtype,
-        "load_format": "dummy" if options.shape else "auto",
+        "load_format": model.load_format,
         "skip_tokenizer_init": True,
-        "enforce_eager": options.enforce_eager or not Path("/dev/nvidiactl").exists(),
+        "enforce_eager": options.enforce_eager or not has_gpu(),
         "max_model_len": longest + SPARE_TOKENS,
         "block_size": options.block_size,
         "enable_prefix_caching": True,
@@ -114,37 +92,35 @@ def plan_restore(options: argparse.Namespace, arm: str, folder: Path) -> Restore
     }
     if options.max_batched_tokens:
         engine["max_num_batched_tokens"] = options.max_batched_tokens
-    host_memory = options.host_memory or 3 * longest_bytes
+    host_memory = options.host_memory or _room(options) * longest_bytes
     return RestorePlan(
         arm=arm,
         lengths=tuple(options.lengths),
         repeat=options.repeat,
         block_size=options.block_size,
         page_size=options.page_size,
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=model.vocab_size,
         engine=engine,
-        connector={"hicache": "HiCacheConnector", "native": "OffloadingConnector"}.get(arm, ""),
-        connector_options={
-            "hicache": lambda: _hicache(options, host_memory, storage, longest_bytes),
-            "native": lambda: {
-                "cpu_bytes_to_use": parse_bytes(host_memory),
-                **options.native_options,
-            },
-            "none": dict,
-        }[arm](),
+        connector=CONNECTORS[arm],
+        connector_options=_hicache(options, host_memory, storage, longest_bytes)
+        if arm == "hicache"
+        else _peer(options, arm, parse_bytes(host_memory)),
         storage=storage,
         drops_page_cache=options.drop_page_cache,
+        evicts_by_prompts=options.evict_by == "prompts",
+        seed=options.seed,
     )
 
 
-def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
-    """Bytes of K and V of one token in all layers, of a model with full attention."""
-    if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
-    return 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * ITEM_BYTES[dtype]
+def _room(options: argparse.Namespace) -> int:
+    """Longest prompts that host memory and files hold; two fill the device to evict one."""
+    return 5 if options.evict_by == "prompts" else 3
+
+
+def _peer(options: argparse.Namespace, arm: str, host_bytes: int) -> dict[str, Any]:
+    more = {"native": options.native_options}
+    sizes = ConnectorSizes(host_bytes, options.page_size, storage=None, more_options=more)
+    return connector_options(arm, sizes)
 
 
 def _hicache(
@@ -154,8 +130,11 @@ def _hicache(
         "host_memory": host_memory,
         "page_size": options.page_size,
         "skip_slow_loads": False,  # a restore is measured, not whether it pays
+        **options.hicache_options,
     }
-    if options.load_mode != "auto":
+    if options.load_mode == "layerwise":
+        extra["load_mode"] = "layerwise"
+    elif options.load_mode != "auto":
         extra["sync_load_max_ms"] = SYNC_LOAD_MAX_MS[options.load_mode]
     if storage is None:
         return extra
@@ -167,7 +146,7 @@ def _hicache(
         "min_object_bytes": 1,
         "storage": {
             "url": f"file://{storage.resolve()}",
-            "capacity": 3 * longest_bytes + (64 << 20),
+            "capacity": _room(options) * longest_bytes + (64 << 20),
             "min_free": 0,
             "write_backlog": 2 * longest_bytes + (64 << 20),
             "operation_timeout_s": 120,
@@ -179,25 +158,3 @@ def _storage(options: argparse.Namespace, arm: str, folder: Path) -> Path | None
     if arm != "hicache" or options.storage == "none":
         return None
     return Path(options.storage) if options.storage else folder / "pages"
-
-
-def _model(options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
-    """(name for vLLM, contents of its config.json)."""
-    if options.model and not Path(options.model).exists():
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(options.model, "config.json"))
-        return options.model, json.loads(path.read_text())
-    if options.model:
-        model = Path(options.model)
-    elif options.shape:
-        model = folder / options.shape
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(SHAPES[options.shape], indent=1))
-    else:
-        model = folder / "tiny-llama"
-        positions = str(max(options.lengths) + SPARE_TOKENS)
-        script = ROOT / "examples" / "tiny_model.py"
-        command = [sys.executable, script, model, "--max-positions", positions]
-        subprocess.run(command, check=True)
-    return str(model), json.loads((model / "config.json").read_text())

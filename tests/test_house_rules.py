@@ -14,9 +14,9 @@ import pytest
 import vllm_hicache
 
 ROOT = Path(__file__).resolve().parent.parent
-MAPPED = ("connectors", "kernels", "storage_backends")
+MAPPED = ("connectors", "kernels", "storage_backends", "benchmarks")
 FOLDERS = ("vllm_hicache", *MAPPED)
-SCANNED = (*FOLDERS, "tests", "examples", "benchmarks")
+SCANNED = (*FOLDERS, "tests", "examples")
 MAX_LINES = 500
 LONG_PATHS = (".py", ".sh")
 
@@ -28,6 +28,7 @@ TORCH_IN_CORE = {"host_pool", "transfer"}
 PLUGIN = "vllm_hicache.plugin"  # vLLM calls it; imports vLLM and the connector when it registers
 COMMAND_LINE = "vllm_hicache.cli"  # the files of the command `hicache`, above everything else
 SIMULATOR = "vllm_hicache.simulate"  # drives the core; only tests and users import it
+TRITON_KERNEL = "vllm_hicache.kernels.triton_units"
 LMCACHE_PLUGINS = "vllm_hicache.connectors.lmcache_"
 PLANS = {"plan", "planner", "progress", "prefetch", "prefix_index", "storage", "storage_messages"}
 
@@ -114,7 +115,7 @@ def imports_of(path: Path) -> tuple[Import, ...]:
 
 
 def wrong_directions(root: Path) -> list[str]:
-    """Core <- kernels, core <- storage_backends, all <- connectors; each client in one place."""
+    """Core <- kernels, core <- storage_backends, all <- connectors, all <- benchmarks."""
     found = []
     for path in python_files(root, FOLDERS):
         module = module_name(root, path)
@@ -129,18 +130,27 @@ def _refuse(module: str, item: Import) -> str:
     layer = layer_of(module)
     if item.top == "numba" and item.at_import:
         return "breaks vLLM's in-process CPU engine"
-    if item.top == "vllm" and layer != "connectors" and (module != PLUGIN or item.at_import):
-        return "only connectors/ imports vLLM"
+    drives_vllm = layer in ("connectors", "benchmarks") or (module == PLUGIN and not item.at_import)
+    if item.top == "vllm" and not drives_vllm:
+        return "only connectors/ and benchmarks/ import vLLM"
     if item.top == "lmcache" and not module.startswith(LMCACHE_PLUGINS):
         return "only what LMCache loads imports LMCache"
-    if item.top == "triton" and layer != "kernels":
-        return "only kernels/ imports Triton"
-    if item.top in STORAGE_CLIENTS and layer != "storage_backends":
-        return "only storage_backends/ imports storage clients"
+    if item.top == "triton" or item.dotted.startswith(TRITON_KERNEL):
+        return _refuse_triton(module, layer, item)
+    if item.top in STORAGE_CLIENTS and layer not in ("storage_backends", "benchmarks"):
+        return "only storage_backends/ imports storage clients, and benchmarks/ beside them"
     if item.top == "torch":
         return _refuse_torch(module, layer)
     if item.top == "vllm_hicache":
         return _refuse_own(module, layer, item)
+    return ""
+
+
+def _refuse_triton(module: str, layer: str, item: Import) -> str:
+    if layer not in ("kernels", "benchmarks"):
+        return "only kernels/ imports Triton, and benchmarks/ its kernel"
+    if item.at_import and module != TRITON_KERNEL:
+        return "an installation for CPUs may lack Triton: import it where it runs"
     return ""
 
 
@@ -156,6 +166,8 @@ def _refuse_own(module: str, layer: str, item: Import) -> str:
     target = layer_of(item.dotted)
     if item.dotted.startswith(SIMULATOR) and not module.startswith(SIMULATOR):
         return "the product must not import its simulator"
+    if target == "benchmarks" and layer not in ("core", "benchmarks"):
+        return "the product must not import its benchmarks"
     if layer == "core" and target != "core":
         is_top = module == PLUGIN or module.startswith(COMMAND_LINE)
         may_come_later = is_top or target == "storage_backends"
@@ -307,6 +319,8 @@ BROKEN = [
     (wrong_directions, "vllm_hicache/plan.py", "try:\n    import torch\nexcept ImportError: ..."),
     (wrong_directions, "vllm_hicache/plan.py", "class A:\n    import numba"),
     (wrong_directions, "vllm_hicache/transfer.py", "import triton.language as tl"),
+    (wrong_directions, "kernels/dispatch.py", "import triton"),
+    (wrong_directions, "kernels/dispatch.py", "from vllm_hicache.kernels import triton_units"),
     (wrong_directions, "vllm_hicache/plan.py", "from vllm_hicache.kernels import dispatch"),
     (wrong_directions, "vllm_hicache/plan.py", "from vllm_hicache import connectors"),
     (wrong_directions, "vllm_hicache/plan.py", "def f():\n    import vllm_hicache.connectors"),
@@ -317,6 +331,9 @@ BROKEN = [
     (wrong_directions, "kernels/dispatch.py", "from vllm_hicache.plan import StepPlan"),
     (wrong_directions, "kernels/dispatch.py", "import vllm"),
     (wrong_directions, "connectors/stats.py", "import redis"),
+    (wrong_directions, "connectors/stats.py", "from vllm_hicache.benchmarks import arms"),
+    (wrong_directions, "vllm_hicache/cli_two.py", "from vllm_hicache.benchmarks import arms"),
+    (wrong_directions, "benchmarks/arms.py", "import lmcache"),
     (wrong_directions, "connectors/stats.py", "import lmcache"),
     (import_cycles, "vllm_hicache/plan.py", "from vllm_hicache import plan_two"),
     (long_files, "connectors/stats.py", "x = 1\n" * 501),
@@ -337,7 +354,7 @@ BROKEN = [
 
 @pytest.fixture
 def small_checkout(tmp_path):
-    """A tree with the four folders, this project's pyproject and lock, and two honest modules."""
+    """A tree with the five folders, this project's pyproject and lock, and two honest modules."""
     for folder in (*SCANNED, "requirements"):
         (tmp_path / folder).mkdir()
     for folder in (*FOLDERS, "vllm_hicache/simulate"):

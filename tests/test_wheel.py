@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.services
 
 ROOT = Path(__file__).resolve().parent.parent
-MAPPED = ("connectors", "kernels", "storage_backends")
+MAPPED = ("connectors", "kernels", "storage_backends", "benchmarks")
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "DESIGN.md", "vllm_hicache")
 BUILD = (
     "import sys; from setuptools import build_meta as build; out = sys.argv[1]; "

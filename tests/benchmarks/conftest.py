@@ -1,17 +1,13 @@
-"""Scripts of benchmarks/ import one another by their bare names."""
+"""Benchmarks run in the process of the tests leave no loggers of the connector behind."""
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-
 
 @pytest.fixture(autouse=True)
-def _bare_names(monkeypatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def _no_loggers_left() -> Iterator[None]:
     yield
     stats = sys.modules.get("vllm_hicache.connectors.stats")
     if stats is not None:

@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.services
+from vllm_hicache.benchmarks import restore
+from vllm_hicache.benchmarks.bench_report import write_plot
+from vllm_hicache.benchmarks.command import parser_of
+from vllm_hicache.benchmarks.restore_plan import plan_restore
+from vllm_hicache.benchmarks.run_record import run_record
+from vllm_hicache.cli import main
+from vllm_hicache.config import HiCacheConfig
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-
-
-def _run(*arguments):
-    command = [sys.executable, "-P", BENCHMARKS / "restore.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "restore.py"
 
 
 def _plan(*arguments, folder):
-    import restore
-    from restore_plan import plan_restore
-
-    options = restore.parse_options(["--shape", "llama-8b", *arguments])
+    options = parser_of("restore").parse_args(["--shape", "llama-8b", *arguments])
+    restore.check_options(options)
     return plan_restore(options, options.arms[0], folder)
 
 
@@ -40,43 +39,66 @@ def _result(tier, ttft_s, **changed):
     return {**result, **changed}
 
 
-def test_help_shows_the_commands():
-    run = _run("--help")
+@pytest.mark.services
+def test_the_script_and_the_command_have_one_help(capsys):
+    run = subprocess.run(
+        [sys.executable, "-P", SCRIPT, "--help"], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0
-    assert "python benchmarks/restore.py --shape llama-8b" in run.stdout
+    assert "hicache bench restore --shape llama-8b" in run.stdout
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "restore", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split() == run.stdout.split()
 
 
-def test_a_dry_run_shows_every_arm_and_leaves_nothing():
+def test_a_dry_run_shows_every_arm_and_leaves_nothing(capsys):
     arguments = ["--shape", "llama-8b", "--lengths", "8192,65536", "--dry-run"]
-    run = _run(*arguments, "--connector", "hicache,native,none")
-    hicache, native, none = json.loads(run.stdout)
+    assert main(["bench", "restore", *arguments, "--vs", "native,simple,none"]) == 0
+    hicache, native, simple, none = json.loads(capsys.readouterr().out)
     longest_bytes = 65536 * 131072  # 32 layers x 8 heads x 128 x (K and V) x 2 bytes
     assert hicache["connector_options"]["host_memory"] == 3 * longest_bytes
     assert hicache["connector_options"]["storage"]["capacity"] > 3 * longest_bytes
     assert native["connector"] == "OffloadingConnector"
-    assert native["connector_options"] == {"cpu_bytes_to_use": 3 * longest_bytes}
+    assert simple["connector"] == "SimpleCPUOffloadConnector"
+    for peer in (native, simple):
+        assert peer["connector_options"] == {"cpu_bytes_to_use": 3 * longest_bytes}
     assert none["connector"] == ""
-    assert hicache["engine"] == {**native["engine"], "model": hicache["engine"]["model"]}
+    assert hicache["engine"] == native["engine"] == simple["engine"] == none["engine"]
     assert hicache["engine"]["load_format"] == "dummy"
     assert not Path(hicache["engine"]["model"]).exists()
 
 
-def test_connector_options_of_the_plan_are_accepted_by_the_connector(tmp_path):
-    from vllm_hicache.config import HiCacheConfig
+def test_host_memory_also_holds_the_prompts_that_evict_others(tmp_path):
+    plan = _plan("--evict-by", "prompts", "--lengths", "8192", folder=tmp_path)
+    longest_bytes = 8192 * 131072
+    assert plan.evicts_by_prompts
+    assert plan.engine["kv_cache_memory_bytes"] < 3 * longest_bytes
+    assert plan.connector_options["host_memory"] == 5 * longest_bytes
+    assert plan.connector_options["storage"]["capacity"] > 5 * longest_bytes
 
+
+def test_more_options_reach_the_connector(tmp_path):
+    plan = _plan("--hicache-options", '{"eviction": "slru"}', folder=tmp_path)
+    assert plan.connector_options["eviction"] == "slru"
+
+
+def test_connector_options_of_the_plan_are_accepted_by_the_connector(tmp_path):
     for mode, expected_ms in (("auto", 3.0), ("sync", 600_000.0), ("async", 0.0)):
         plan = _plan("--load-mode", mode, folder=tmp_path)
         config = HiCacheConfig.parse(plan.connector_options, env={})
         assert config.sync_load_max_ms == expected_ms
+        assert config.load_mode == "async"
         assert config.fixed_weights
+    layerwise = _plan("--load-mode", "layerwise", folder=tmp_path).connector_options
+    assert HiCacheConfig.parse(layerwise, env={}).load_mode == "layerwise"
     plan = _plan("--storage", "none", folder=tmp_path)
     assert HiCacheConfig.parse(plan.connector_options, env={}).storage is None
 
 
-def test_an_unknown_arm_is_refused():
-    run = _run("--connector", "hicache,lmcache", "--dry-run")
-    assert run.returncode == 2
-    assert "hicache,native,none" in run.stderr
+def test_an_unknown_arm_is_refused(capsys):
+    assert main(["bench", "restore", "--connector", "hicache,sglang", "--dry-run"]) == 2
+    assert "native,simple,lmcache,none" in capsys.readouterr().err
 
 
 def test_a_hit_from_another_tier_or_a_short_one_is_wrong(tmp_path):
@@ -100,27 +122,23 @@ def test_vllms_own_connector_may_keep_up_to_a_page_less(tmp_path):
 
 
 def test_the_table_tells_speed_up_and_wrong_hits():
-    import restore
-
     results = [_result("cold", 2.0), _result("file restore", 0.5, wrong=[{"host": 8160}])]
     lines = restore.report(results).splitlines()
     assert lines[2].split()[-4:] == ["2,000.0", "1.0x", "8,160", "ok"]
     assert lines[3].split()[-5:] == ["500.0", "4.0x", "8,160", "2.50", "WRONG"]
 
 
+@pytest.mark.services
 def test_the_plot_is_a_picture(tmp_path):
-    import restore
-
     results = [_result("cold", 2.0), _result("host restore", 0.5), _result("file restore", 0.7)]
-    restore.write_plot(tmp_path / "out" / "restore.png", results, "a machine")
+    record = {**run_record(), "results": results}
+    write_plot(tmp_path / "out" / "restore.png", record, restore.plot)
     assert (tmp_path / "out" / "restore.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_without_matplotlib_there_is_a_message_and_no_plot(tmp_path, monkeypatch, capsys):
-    import restore
-
-    monkeypatch.delitem(sys.modules, "restore_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "vllm_hicache.benchmarks.restore_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    restore.write_plot(tmp_path / "restore.png", [], "a machine")
+    write_plot(tmp_path / "restore.png", {}, restore.plot)
     assert "pip install matplotlib" in capsys.readouterr().err
     assert not (tmp_path / "restore.png").exists()

@@ -51,7 +51,7 @@ class Effort:
 
 @pytest.fixture
 def open_rig(tmp_path) -> Iterator[Callable[..., Any]]:
-    from scheduler_rig import RigOptions, SchedulerRig
+    from vllm_hicache.benchmarks.scheduler_rig import RigOptions, SchedulerRig
 
     rigs = []
 
@@ -124,7 +124,7 @@ def test_arrival_takes_at_most_a_third_of_vllms_block_hashing(open_rig):
 
 
 def test_the_benchmark_tells_every_kind_of_step_and_writes_them(tmp_path, monkeypatch, capsys):
-    import scheduler_cost
+    from vllm_hicache.benchmarks import scheduler_cost
 
     sizes = "--prompt 6000 --running 4 --short-prompt 256 --steps 80 --arrivals 2 --page-size 64"
     arguments = [*sizes.split(), "--batched-tokens", "2048", "--storage", "none"]
@@ -149,7 +149,7 @@ def test_the_benchmark_tells_every_kind_of_step_and_writes_them(tmp_path, monkey
     [(199.0, 0.033, 0), (201.0, 0.033, 1), (199.0, 0.034, 1), (float("nan"), 0.034, 2)],
 )
 def test_a_missed_target_is_told(idle_us, hooks_s, expected):
-    import scheduler_cost
+    from vllm_hicache.benchmarks import scheduler_cost
 
     kinds = {scheduler_cost.NOTHING: {"median_us": idle_us}}
     arrival = {"hooks": hooks_s, "vllm hashing": 0.1}
@@ -157,7 +157,7 @@ def test_a_missed_target_is_told(idle_us, hooks_s, expected):
 
 
 def test_the_checkers_benchmark_compares_both_modes_and_writes_them(tmp_path, monkeypatch, capsys):
-    import rank_consensus_cost
+    from vllm_hicache.benchmarks import rank_consensus_cost
 
     arguments = "--running 2 --short-prompt 256 --steps 40 --page-size 64 --workers 2 --step-ms 10"
     options = [*arguments.split(), "--out", str(tmp_path)]
