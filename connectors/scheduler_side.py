@@ -225,7 +225,7 @@ class SchedulerSide:
                 max_retries=config.prefetch_max_retries,
             ),
             persist_timeout_s=operation_s * PERSIST_TIMEOUT_FACTOR,
-            sync_load_max_s=config.sync_load_max_ms / 1000,
+            sync_load_max_s=vllm_view.sync_load_max_s(self._vllm_config, config),
             defer_max_blocks=config.defer_max_blocks,
             shares_device_pages=self._shares_device_pages,
             write_policy=config.write_policy,

@@ -128,6 +128,17 @@ def check_options(config: HiCacheConfig, pools: ModelPools) -> None:
         )
 
 
+def sync_load_max_s(vllm_config: "VllmConfig", config: HiCacheConfig) -> float:
+    """Longest load that a step waits for before its forward; 0.0 where none may.
+
+    With more than one batch in flight vLLM has scheduled a request's next tokens before it hears
+    that the load failed, and keeps what they answer.
+    """
+    if vllm_config.max_concurrent_batches > 1:
+        return 0.0
+    return config.sync_load_max_ms / 1000
+
+
 def has_one_kind(pools: ModelPools) -> bool:
     """Whether all blocks of the model itself are those of one group, which every page has."""
     return len(pools.groups) == 1 and pools.groups[0].bit is None

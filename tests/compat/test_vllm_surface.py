@@ -53,7 +53,13 @@ USED_NAMES = {
     "SlidingWindowSpec": ("extra_retained_tokens", "sliding_window"),
     "SpeculativeConfig": ("method", "use_eagle_block_drop", "use_gemma4_mtp"),
     "UniformTypeKVCacheSpecs": ("kv_cache_specs",),
-    "VllmConfig": ("cache_config", "kv_transfer_config", "model_config", "parallel_config"),
+    "VllmConfig": (
+        "cache_config",
+        "kv_transfer_config",
+        "max_concurrent_batches",
+        "model_config",
+        "parallel_config",
+    ),
 }
 
 

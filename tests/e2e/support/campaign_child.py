@@ -17,7 +17,7 @@ from mixed_requests import Wanted, requests, stored_before
 
 from vllm_hicache.testing import Fault, FaultFile
 
-IN_FLIGHT = 10
+IN_FLIGHT = 7
 NUM_BEST = 3  # log-probabilities of each place
 PATIENCE_S = 600.0
 MAX_DELAY_S, FAILURES = 0.05, 0.1
@@ -32,7 +32,7 @@ EXTRA: Mapping[str, object] = {
 }
 WRITER: Mapping[str, object] = {"host_memory": "64MiB", "fixed_weights": True}
 """Of the engine before, whose storage is well."""
-NUM_DEVICE_BLOCKS = 100
+NUM_DEVICE_BLOCKS = 90
 RESETS = (0.3, 0.31, 0.32, 0.6, 0.61, 0.62)
 """Parts of the requests after which host forgets; soon again, when much is being fetched."""
 FAILED_LOADS = tuple(0.8 + i / 50 for i in range(10))
@@ -48,12 +48,16 @@ def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
     ]
     control = plain_answers(specification, [*wanted, *skipping])
     for life, asked in zip(lives, (wanted, skipping), strict=True):
-        pairs = [
-            (given, control[asked[number].prompt]) for number, given in life.pop("answers").items()
-        ]
+        given_answers = life.pop("answers")
+        pairs = [(given, control[asked[n].prompt]) for n, given in given_answers.items()]
         life["num_answers"] = len(pairs)
         life["num_aborted"] = sum(w.steps is not None for w in asked)
         life["num_wrong"] = sum(given.tokens != right.tokens for given, right in pairs)
+        life["wrong"] = [
+            [number, len(asked[number].prompt), repr(given), repr(right)]
+            for number, (given, right) in zip(given_answers, pairs, strict=True)
+            if given.tokens != right.tokens
+        ]
         life["difference"] = max(
             abs(a - b)
             for given, right in pairs
