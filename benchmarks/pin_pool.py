@@ -19,9 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under python -P
-
-from run_record import describe, run_record, table, write_json
+from vllm_hicache.benchmarks.run_record import describe, run_record, table, write_json
 
 SLOT_BYTES = 32 << 20
 """A page of 256 tokens of Llama-3.1-8B in bf16."""

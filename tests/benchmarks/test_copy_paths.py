@@ -7,7 +7,7 @@ CPU = torch.device("cpu")
 
 
 def test_every_way_is_measured_in_both_directions():
-    from copy_paths import Shape, lines_of, relayout_lines
+    from vllm_hicache.benchmarks.copy_paths import Shape, lines_of, relayout_lines
 
     shape = Shape("tiny", "LBNHC", 2, 2, 32, 4, 8)
     lines = list(lines_of(shape, 2 * shape.layout.page_bytes, CPU, 1))
@@ -28,7 +28,7 @@ def test_every_way_is_measured_in_both_directions():
     ],
 )
 def test_the_crossover_is_where_copy_engines_are_never_slower_again(engine_rates, found):
-    from copy_paths import Line, crossover
+    from vllm_hicache.benchmarks.copy_paths import Line, crossover
 
     lines = [
         Line("one head", run_bytes, 1, way, direction, 1.0, rate)

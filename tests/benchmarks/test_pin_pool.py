@@ -7,7 +7,7 @@ import pytest
 
 @pytest.mark.services
 def test_a_pool_is_measured_in_a_process_of_its_own(tmp_path, capsys):
-    import pin_pool
+    from vllm_hicache.benchmarks import pin_pool
 
     pin_pool.main(["--gib", "0.125", "--threads", "2", "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "pin_pool.json").read_text())["rows"]
