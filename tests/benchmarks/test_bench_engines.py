@@ -4,6 +4,7 @@ Speeds are never compared here.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,15 @@ TALKS = [
     *("--device-kv-bytes", str(30 * 32 * TOKEN_BYTES)),
 ]
 RECORD = {"command", "date", "commit", "machine", "versions", "benchmark", "workload", "plans"}
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """Benchmarks set variables of vLLM for good, which servers of later tests would inherit."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def _bench(name, *arguments, out):

@@ -1,4 +1,4 @@
-"""What stops an engine with `load_mode: layerwise`, and what keeps it from starting."""
+"""What stops an engine with `load_mode: layerwise`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,14 +49,3 @@ def test_a_forward_that_does_not_ask_for_its_layers_stops_the_engine(
             pytest.raises(InvariantBroken, match=message),
         ):
             engine.ask([prompt])
-
-
-def test_a_drafter_with_state_is_refused_at_start(tiny_llama: Callable[..., Path]) -> None:
-    llama = tiny_llama()
-    speculation = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
-    message = 'load_mode must be "async" for this model, got "layerwise": it has draft state'
-    with (
-        pytest.raises(Exception, match=message),
-        running(llama, extra=LAYERWISE, speculative_config=speculation),
-    ):
-        pass

@@ -247,6 +247,8 @@ def test_loads_are_synchronous_and_asynchronous_as_told_and_all_are_counted(run:
     page_bytes = sum(run.page_bytes)
     alone = sum(restored_hit(length) for length in run.topology.lengths)
     sync_phases = ("host", "file") if run.topology.lives is ONE_LIFE else ("host",)
+    if run.topology.pp > 1:  # with several batches in flight no step waits
+        sync_phases = ()
     for name, phase in run.phases.items():
         sync, later = (phase.counters[f"loaded_bytes/{mode}"] for mode in ("sync", "async"))
         served = sum(phase.counters[f"served_tokens/{tier}"] for tier in ("host", "storage"))
