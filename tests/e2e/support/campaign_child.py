@@ -22,7 +22,7 @@ NUM_BEST = 3  # log-probabilities of each place
 PATIENCE_S = 600.0
 MAX_DELAY_S, FAILURES = 0.05, 0.1
 EXTRA: Mapping[str, object] = {
-    "host_memory": "24MiB",
+    "host_memory": "32MiB",
     "prefetch_policy": "timeout",
     "prefetch_timeout_base_s": 0.2,
     "prefetch_min_tokens": 100,
@@ -32,7 +32,7 @@ EXTRA: Mapping[str, object] = {
 }
 WRITER: Mapping[str, object] = {"host_memory": "64MiB", "fixed_weights": True}
 """Of the engine before, whose storage is well."""
-NUM_DEVICE_BLOCKS = 100
+NUM_DEVICE_BLOCKS = 130
 RESETS = (0.3, 0.31, 0.32, 0.6, 0.61, 0.62)
 """Parts of the requests after which host forgets; soon again, when much is being fetched."""
 FAILED_LOADS = tuple(0.8 + i / 50 for i in range(10))

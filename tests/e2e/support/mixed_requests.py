@@ -13,7 +13,7 @@ from engine_in_process import PAGE, prompt_of
 NUM_TURNS, TURN_TOKENS = 8, 2 * PAGE + 21
 SYSTEM_TOKENS = 4 * PAGE
 TENANT, TENANT_PROMPTS, TENANT_PAGES = "a tenant", 6, 12
-NUM_CONVERSATIONS = 12
+NUM_CONVERSATIONS = 24
 WEIGHTS = {
     "turn": 46,
     "again": 28,
