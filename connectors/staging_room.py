@@ -7,25 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.kernels.device_memory import ROW_BYTES
 from vllm_hicache.kernels.reference import PageCopier, PoolsCopier
+from vllm_hicache.kernels.workspace import WorkspaceSize
 from vllm_hicache.quantities import rounded_size
 from vllm_hicache.tiers import Direction
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
 
-BUFFERS = 2
-"""Staging buffers of a direction."""
-
 
 def staging_bytes(copiers: Sequence[PageCopier]) -> int:
-    """Device memory that copies of these pools need: staging, scratch and the rows that name units,
-    in both directions."""
-    staging = max(copier.staging_bytes for copier in copiers)
-    scratch = max(copier.scratch_bytes for copier in copiers)
-    rows = max(copier.workspace_size.num_rows for copier in copiers) * ROW_BYTES
-    return len(Direction) * (BUFFERS * staging + scratch + rows)
+    """Device memory that copies of these pools need, in both directions."""
+    size = WorkspaceSize.largest([copier.workspace_size for copier in copiers])
+    return len(Direction) * size.device_bytes
 
 
 def allocate(

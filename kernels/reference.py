@@ -58,16 +58,6 @@ class PageCopier:
         self._chunk_rows = [max(1, chunk // group.unit_bytes) for group in self.groups]
         self.workspace_size = self._size(staging_bytes(layout, chunk_bytes))
 
-    @property
-    def staging_bytes(self) -> int:
-        """Of one of the two staging buffers that copies of one direction need on a device."""
-        return self.workspace_size.staging_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Of what torch gathers into, for one direction."""
-        return self.workspace_size.scratch_bytes
-
     def _size(self, num_bytes: int) -> WorkspaceSize:
         if self.path is Path.COPY_ENGINE:
             return WorkspaceSize(0, 0, 0)
@@ -168,12 +158,7 @@ class PoolsCopier:
     def __init__(self, pools: Sequence[PageCopier]) -> None:
         _check_granules(pools)
         self.pools = tuple(pools)
-        sizes = [pool.workspace_size for pool in pools]
-        size = WorkspaceSize(
-            max(size.scratch_bytes for size in sizes),
-            max(size.staging_bytes for size in sizes),
-            max(size.num_rows for size in sizes),
-        )
+        size = WorkspaceSize.largest([pool.workspace_size for pool in pools])
         self._workspaces = {direction: Workspace(size, pools[0].device) for direction in Direction}
 
     def save(self, copies: Sequence[np.ndarray], host: Sequence[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Memory that the copies of one direction pass, shared by all pools of a worker."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_hicache.kernels.batch_copy import copy_in_memory
+from vllm_hicache.kernels.device_memory import ROW_BYTES
 from vllm_hicache.kernels.staging import Staging
 
 
@@ -23,6 +24,20 @@ class WorkspaceSize:
     scratch_bytes: int
     staging_bytes: int
     num_rows: int
+
+    @classmethod
+    def largest(cls, sizes: "Sequence[WorkspaceSize]") -> "WorkspaceSize":
+        """What serves each of several pools in turn."""
+        return cls(
+            max(size.scratch_bytes for size in sizes),
+            max(size.staging_bytes for size in sizes),
+            max(size.num_rows for size in sizes),
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a CUDA device that a workspace of this size takes."""
+        return self.scratch_bytes + 2 * self.staging_bytes + self.num_rows * ROW_BYTES
 
 
 class Workspace:

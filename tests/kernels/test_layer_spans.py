@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from dense_worker import Case as OneTensor
 
 from vllm_hicache.device_layout import (
     LAYOUT_NAMES,
@@ -24,32 +25,13 @@ NUM_SLOTS = 7
 
 
 @dataclass(frozen=True)
-class Case:
-    """One worker's shape; sizes in bytes and tokens."""
+class Case(OneTensor):
+    """One worker's shape, also with layers in several tensors."""
 
-    layout_name: str = "LBHNC"
     num_layers: int = 5
-    num_heads: int = 2
-    heads_per_group: int = 1
-    k_bytes: int = 16
-    v_bytes: int = 16
-    block_size: int = 4
-    page_size: int = 8
-    kernel_block_size: int | None = None
-    packing: str = "rows"
     num_blocks: int = 16
     places: tuple[tuple[int | None, ...], ...] | None = None
     """Of the layers of each tensor; one with all of them unless given."""
-
-    @property
-    def layout(self) -> PageLayout:
-        heads = (0, self.num_heads, self.num_heads, self.heads_per_group)
-        span = LayerSpan(5, 5 + self.num_layers)
-        return PageLayout(self.page_size, span, 99, *heads, self.k_bytes + self.v_bytes, 0)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.num_heads * self.block_size * (self.k_bytes + self.v_bytes)
 
     def group(self) -> tuple[DeviceGroup, int]:
         """All layers, and the bytes of the buffer that has them."""
@@ -66,36 +48,25 @@ class Case:
                     kernel_block_size=self.kernel_block_size,
                 )
             )
-            size += len(places) * self.num_blocks * self.block_bytes
+            block_bytes = self.num_heads * self.block_size * self.row_bytes
+            size += len(places) * self.num_blocks * block_bytes
         return DeviceGroup(0, self.block_size, tuple(tensors)), size
 
     def _placement(self, places: tuple[int | None, ...], offset: int) -> TensorPlacement:
         """Axes in the order of the layout's name, nothing between them."""
-        row = self.k_bytes + self.v_bytes
         extents = {"L": len(places), "B": self.num_blocks, "H": self.num_heads}
-        extents |= {"N": self.block_size, "C": row}
+        extents |= {"N": self.block_size, "C": self.row_bytes}
         strides, stride = {}, 1
         for axis in reversed(self.layout_name):
             strides[axis] = stride
             stride *= extents[axis]
         return TensorPlacement(places, self.num_blocks, strides["L"], strides["B"], offset)
 
-    def copies(self, rng: np.random.Generator, part: float) -> np.ndarray:
+    def some_copies(self, rng: np.random.Generator, part: float) -> np.ndarray:
         """Some granules of pages that lie in any slots and blocks."""
-        granule = min(self.page_size, self.block_size)
-        num_pages = min(NUM_SLOTS, (self.num_blocks - 1) * self.block_size // self.page_size)
-        tokens = np.arange(0, num_pages * self.page_size, granule)
+        num_pages = min(NUM_SLOTS, self.num_pages)
         slots = rng.permutation(NUM_SLOTS)[:num_pages]
-        blocks = rng.permutation(np.arange(1, self.num_blocks))
-        rows = np.stack(
-            (
-                slots[tokens // self.page_size],
-                tokens % self.page_size // granule,
-                blocks[tokens // self.block_size],
-                tokens % self.block_size // granule,
-            ),
-            axis=1,
-        ).astype(np.int32)
+        rows = self.copies(slots, rng.permutation(np.arange(1, self.num_blocks)))
         return rng.permutation(rows[rng.random(len(rows)) < part])
 
 
@@ -173,7 +144,7 @@ def run(steps: Iterator[object], device: str) -> int:
 @pytest.mark.parametrize("part", [1.0, 0.6], ids=["whole pages", "parts of pages"])
 def test_all_spans_together_are_the_copy_of_whole_pages(name: str, device: str, part: float):
     worker = Worker(CASES[name], device)
-    copies = [CASES[name].copies(worker.rng, part)]
+    copies = [CASES[name].some_copies(worker.rng, part)]
     worker.load_whole(copies)
     spans = worker.spans()
     assert run(spans.load(copies, worker.host), device) == len(spans.starts)
@@ -185,7 +156,7 @@ def test_all_spans_together_are_the_copy_of_whole_pages(name: str, device: str, 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_span_brings_its_own_layers_of_every_load_and_no_other(name: str, device: str):
     worker = Worker(CASES[name], device)
-    rows = CASES[name].copies(worker.rng, 1.0)
+    rows = CASES[name].some_copies(worker.rng, 1.0)
     copies = [rows[: len(rows) // 2], rows[len(rows) // 2 :], rows[:0]]
     worker.load_whole(copies)
     spans = worker.spans()
@@ -202,7 +173,7 @@ def test_a_span_brings_its_own_layers_of_every_load_and_no_other(name: str, devi
 def test_pieces_of_any_size_give_the_same(device: str, chunk_bytes: int):
     for name in ("BLHNC", "pages that fill their slots"):
         worker = Worker(CASES[name], device)
-        copies = [CASES[name].copies(worker.rng, 1.0)]
+        copies = [CASES[name].some_copies(worker.rng, 1.0)]
         worker.load_whole(copies)
         run(worker.spans(chunk_bytes).load(copies, worker.host), device)
         assert torch.equal(worker.kv, worker.whole)
@@ -230,7 +201,7 @@ def test_every_layer_is_in_the_span_that_brings_it():
 
 def test_an_index_out_of_range_is_refused_before_anything_is_written():
     worker = Worker(CASES["LBHNC"], "cpu")
-    rows = CASES["LBHNC"].copies(worker.rng, 1.0)
+    rows = CASES["LBHNC"].some_copies(worker.rng, 1.0)
     wrong = np.array([[NUM_SLOTS, 0, 1, 0]], dtype=np.int32)
     with pytest.raises(InvariantBroken, match="is not below"):
         run(worker.spans().load([rows, wrong], worker.host), "cpu")

@@ -194,7 +194,7 @@ def test_all_groups_of_a_pool_meet_in_a_staged_page_and_whole_pages_are_not_read
     shuffled = tuple(map(worker.rng.permutation, worker.copies))
     for direction in (Direction.SAVE, Direction.LOAD):
         for pool, region in zip(worker.copier.pools, worker.host, strict=True):
-            passage = Passage(pool.staging_bytes)
+            passage = Passage(pool.workspace_size.staging_bytes)
             pool.copy(direction, shuffled, region, passage)
             whole = NUM_PAGES if direction is Direction.LOAD else 0
             assert passage.staging.num_reads == whole
@@ -211,7 +211,7 @@ def test_more_units_than_the_device_is_told_at_once_come_in_sections(monkeypatch
     worker = PoolWorker(groups, packed_buffer)
     content = worker.write()
     (_, pool) = worker.copier.pools
-    passage = Passage(pool.staging_bytes)
+    passage = Passage(pool.workspace_size.staging_bytes)
     lengths = []
     upload = passage.staging.upload
     passage.staging.upload = lambda rows: lengths.append(len(rows)) or upload(rows)
@@ -262,7 +262,7 @@ def test_a_copy_of_some_groups_leaves_the_layers_of_the_others_alone(name, how):
 def _copy(worker, direction, copies, how):
     if how == "staged":
         for pool, region in zip(worker.copier.pools, worker.host, strict=True):
-            pool.copy(direction, copies, region, Passage(pool.staging_bytes))
+            pool.copy(direction, copies, region, Passage(pool.workspace_size.staging_bytes))
     else:
         copy = worker.copier.save if direction is Direction.SAVE else worker.copier.load
         copy(copies, worker.host)
