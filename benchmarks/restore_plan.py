@@ -92,6 +92,8 @@ def plan_restore(options: argparse.Namespace, arm: str, folder: Path) -> Restore
     }
     if options.max_batched_tokens:
         engine["max_num_batched_tokens"] = options.max_batched_tokens
+    if options.load_mode == "sync":  # no step waits for a load with several batches in flight
+        engine["async_scheduling"] = False
     host_memory = options.host_memory or _room(options) * longest_bytes
     return RestorePlan(
         arm=arm,

@@ -134,9 +134,12 @@ def sync_load_max_s(vllm_config: "VllmConfig", config: HiCacheConfig) -> float:
     With more than one batch in flight vLLM has scheduled a request's next tokens before it hears
     that the load failed, and keeps what they answer.
     """
-    if vllm_config.max_concurrent_batches > 1:
-        return 0.0
-    return config.sync_load_max_ms / 1000
+    batches = vllm_config.max_concurrent_batches
+    if batches == 1 or not config.sync_load_max_ms:
+        return config.sync_load_max_ms / 1000
+    if config.load_mode == "async":
+        logger.info("HiCache: loads run beside the steps, vLLM has %d batches in flight", batches)
+    return 0.0
 
 
 def has_one_kind(pools: ModelPools) -> bool:

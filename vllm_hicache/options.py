@@ -94,8 +94,8 @@ _TOP_TABLE = (
         kinds.milliseconds(),
         3.0,
         3.0,
-        "an asynchronous load predicted to be shorter runs before the step's forward; 0 turns that "
-        "off",
+        "an asynchronous load predicted to be shorter runs before the step's forward, where vLLM "
+        "has one batch in flight; 0 turns that off",
         ("load_mode=async",),
     ),
     Option(

@@ -90,6 +90,8 @@ def test_connector_options_of_the_plan_are_accepted_by_the_connector(tmp_path):
         assert config.sync_load_max_ms == expected_ms
         assert config.load_mode == "async"
         assert config.fixed_weights
+        # A step waits for a load only where vLLM has one batch in flight.
+        assert (plan.engine.get("async_scheduling") is False) == (mode == "sync")
     layerwise = _plan("--load-mode", "layerwise", folder=tmp_path).connector_options
     assert HiCacheConfig.parse(layerwise, env={}).load_mode == "layerwise"
     plan = _plan("--storage", "none", folder=tmp_path)

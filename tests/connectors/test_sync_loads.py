@@ -32,6 +32,8 @@ def test_a_step_waits_for_short_loads_where_one_batch_is_in_flight() -> None:
     ("num_stages", "is_async", "is_v2"), [(2, False, False), (1, True, False), (2, True, True)]
 )
 def test_no_step_waits_for_a_load_where_the_next_batch_is_scheduled_before_it_fails(
-    num_stages: int, is_async: bool, is_v2: bool
+    num_stages: int, is_async: bool, is_v2: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     assert limit_s(num_stages, is_async=is_async, is_v2=is_v2) == 0.0
+    assert "loads run beside the steps, vLLM has" in caplog.text

@@ -10,11 +10,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 COLD_TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("sync_ms", [0, 10_000], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize(
-    ("tp", "pp", "partition"),
-    [(2, 1, ""), (1, 2, "3,1"), (2, 2, "")],
-    ids=["tp2", "pp2-uneven", "tp2-pp2"],
+    ("tp", "pp", "partition", "sync_ms"),
+    [(2, 1, "", 0), (2, 1, "", 10_000), (1, 2, "3,1", 0), (2, 2, "", 0)],
+    ids=["tp2-asynchronous", "tp2-synchronous", "pp2-uneven", "tp2-pp2"],
 )
 def test_one_slow_worker_leaks_nothing_and_lies_about_nothing(
     tiny_llama: Callable[..., Path], tmp_path: Path, tp: int, pp: int, partition: str, sync_ms: int
