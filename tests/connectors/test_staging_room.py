@@ -1,5 +1,7 @@
 """Whether copies find room on the device after vLLM has taken its part."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from vllm.config import CacheConfig
@@ -7,7 +9,9 @@ from vllm.config import CacheConfig
 from vllm_hicache.connectors.staging_room import allocate, refuse_without_room, staging_bytes
 from vllm_hicache.device_layout import DeviceGroup, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.kernels.device_memory import UPLOAD_ROWS
 from vllm_hicache.kernels.reference import PageCopier
+from vllm_hicache.kernels.workspace import WorkspaceSize
 from vllm_hicache.layout import LayerSpan, PageLayout
 from vllm_hicache.tiers import Direction
 
@@ -48,6 +52,14 @@ def test_a_kv_cache_of_a_given_size_is_refused_with_the_size_that_fits():
     fitting = 4 * GIB - 100 * MIB
     with pytest.raises(ConfigError, match=f"--kv-cache-memory-bytes from {4 * GIB} to {fitting}"):
         refuse_without_room(NEEDED, 92 * MIB, TOTAL, _cache(kv_bytes=4 * GIB))
+
+
+def test_a_page_of_32_mib_needs_what_the_documents_say():
+    """Two buffers and the rows that name units, in both directions; torch needs a third buffer."""
+    size = WorkspaceSize(scratch_bytes=0, staging_bytes=32 * MIB, num_rows=UPLOAD_ROWS)
+    without_triton = replace(size, scratch_bytes=32 * MIB)
+    assert len(Direction) * size.device_bytes == 132 * MIB
+    assert len(Direction) * without_triton.device_bytes == (132 + 64) * MIB
 
 
 def _copier(device: str) -> PageCopier:
