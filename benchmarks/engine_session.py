@@ -121,14 +121,15 @@ class EngineSession:
             await asyncio.sleep(_POLL_S)
 
     async def counters(self) -> dict[str, float]:
-        """vLLM's cumulative counters, by name or ``name/source``."""
+        """Cumulative counters of vLLM and the connector, by name or ``name/label``: the label is
+        the source or the reason."""
         await asyncio.sleep(_STATS_S)
         found: dict[str, float] = {}
         for metric in get_metrics_snapshot():
             value = metric.sum if hasattr(metric, "sum") else getattr(metric, "value", None)
             if value is not None:
-                source = metric.labels.get("source", "")
-                key = f"{metric.name}/{source}" if source else metric.name
+                label = metric.labels.get("source", "") or metric.labels.get("reason", "")
+                key = f"{metric.name}/{label}" if label else metric.name
                 found[key] = found.get(key, 0.0) + value
         return found
 

@@ -26,8 +26,13 @@ async def multiturn(session: MeasuredEngine, work: dict[str, Any]) -> dict[str, 
     started = time.perf_counter()
     turns = await hold_conversations(session, conversations, concurrency)
     wall_s = time.perf_counter() - started
-    cached = cached_by_source(before, await session.counters())
-    return {"wall_s": wall_s, "cached": cached, "answers": [asdict(turn) for turn in turns]}
+    after = await session.counters()
+    return {
+        "wall_s": wall_s,
+        "cached": cached_by_source(before, after),
+        "counters": grown(before, after),
+        "answers": [asdict(turn) for turn in turns],
+    }
 
 
 async def trace(session: MeasuredEngine, work: dict[str, Any]) -> dict[str, Any]:
@@ -42,8 +47,22 @@ async def trace(session: MeasuredEngine, work: dict[str, Any]) -> dict[str, Any]
     started = time.perf_counter()
     answers = await replay(session, requests, prompts)
     wall_s = time.perf_counter() - started
-    cached = cached_by_source(before, await session.counters())
-    return {"wall_s": wall_s, "cached": cached, "answers": [asdict(answer) for answer in answers]}
+    after = await session.counters()
+    return {
+        "wall_s": wall_s,
+        "cached": cached_by_source(before, after),
+        "counters": grown(before, after),
+        "answers": [asdict(answer) for answer in answers],
+    }
+
+
+def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What the connector counted in between: where tokens came from, and why others did not."""
+    return {
+        name: value - before.get(name, 0.0)
+        for name, value in after.items()
+        if name.startswith("vllm:hicache_") and value != before.get(name, 0.0)
+    }
 
 
 def _request(row: list[Any]) -> TraceRequest:

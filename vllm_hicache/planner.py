@@ -159,7 +159,7 @@ class Planner:
 
         Idempotent: vLLM repeats it every step until the request gets blocks.
         """
-        self.unserved.note_refusal(state, now)
+        self.unserved.note_refusal(state)
         state.num_local_tokens, state.num_offered_tokens = num_local_tokens, 0
         state.is_outdated = False  # who is looked up holds no blocks
         answer = self._match(state, num_local_tokens, now)
@@ -418,7 +418,7 @@ class Planner:
         if self.write_back is not None:
             self.write_back.forget()
         for state in requests:
-            self.unserved.note_refusal(state, 0.0)
+            self.unserved.note_refusal(state)
             state.refused = Refusals(state.refused.end, "reset")
             state.is_outdated |= state.is_admitted or bool(state.block_ids)
             if self.retries is not None:
@@ -458,18 +458,17 @@ class Planner:
         return self.options.shares_device_pages and self.loads.is_landing(page_hash)
 
     def _is_shut_out(self, state: RequestState, num_tokens: int, now: float) -> bool:
-        """Whether vLLM has refused the load for as long as computing its tokens takes, and has
-        blocks for the request without one."""
-        waited = state.refused.waited(now)
-        recompute = self.costs.recompute_s(num_tokens) if waited else None
-        if recompute is None or waited < recompute:
-            return False
+        """Whether vLLM will not take the load for long, and has blocks for computing instead."""
         needed = sum(
             -(-state.tokens.num_tokens // group.block_size)
             - state.num_local_tokens // group.block_size
             for group in self.options.kv_groups
         )
-        return needed <= self._blocks.num_free
+        return state.refused.is_shut_out(
+            has_room=needed <= self._blocks.num_free,
+            recompute_s=self.costs.recompute_s(num_tokens),
+            now=now,
+        )
 
     def _can_defer(self, num_local_tokens: int) -> bool:
         """Each "ask again" makes vLLM repeat its own lookup of the cached blocks."""

@@ -13,11 +13,11 @@ class Unserved:
         self._ledger = ledger
         self._page_size = page_size
 
-    def note_refusal(self, state: RequestState, now: float) -> None:
+    def note_refusal(self, state: RequestState) -> None:
         """vLLM has not taken the last offer, and host may lose the pages until it does."""
         if state.num_offered_tokens and not state.is_admitted:
             end = state.num_local_tokens + state.num_offered_tokens
-            state.refused.note(end, now, is_async=state.is_offer_async)
+            state.refused.note(end, is_async=state.is_offer_async)
             state.num_offered_tokens = 0
 
     def book(self, state: RequestState, num_loaded: int, ended: str = "") -> None:

@@ -111,7 +111,7 @@ def number_saves_backwards(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_offers_that_were_not_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Unserved, "note_refusal", lambda self, state, now: None)
+    patch.setattr(Unserved, "note_refusal", lambda self, state: None)
 
 
 def book_nothing_for_a_request_that_ends_in_the_queue(patch: pytest.MonkeyPatch) -> None:
