@@ -56,6 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="ARMS",
         help=f"compared with, several with commas: {','.join(ARMS[1:])}",
     )
+    add("--arms", metavar="ARMS", help="all arms in this order, in place of hicache and --vs")
     add(
         "--arm-options",
         action="append",
@@ -86,7 +87,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_arms(options: argparse.Namespace) -> tuple[str, ...]:
-    """Our own arm first, then those of ``--vs`` in their order, then files where a folder is."""
+    """Those of ``--arms``; else our own arm, those of ``--vs``, and files where a folder is."""
+    if options.arms is not None:
+        return parse_arms(options.arms)
     named = ["hicache", *(name for name in options.vs.split(",") if name)]
     if options.storage is not None and FILE_ARM not in named:
         named.append(FILE_ARM)

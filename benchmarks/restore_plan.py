@@ -63,10 +63,12 @@ class RestorePlan:
         if tier == "cold":
             return not any(cached.values())
         found, expected = cached.get(SOURCE[tier], 0), self.expected(length, tier)
-        is_alone = found == sum(cached.values())
-        if self.arm in ("native", "simple") and tier != "device hit":
-            return is_alone and found > max(0, expected - self.page_size)
-        return is_alone and found == expected
+        others = sum(cached.values()) - found
+        if self.arm in ("native", "simple"):
+            if tier == "device hit":
+                return found == expected and others <= self.block_size
+            return not others and found > max(0, expected - self.page_size)
+        return not others and found == expected
 
 
 def plan_restore(options: argparse.Namespace, arm: str, folder: Path) -> RestorePlan:

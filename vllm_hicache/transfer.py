@@ -145,7 +145,7 @@ class _Lane:
     ) -> None:
         self._publish = publish
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device, priority=-1)
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
         self._changed = threading.Condition()  # guards what follows
         self._outstanding: deque[int] = deque()  # ids, the running one first

@@ -121,6 +121,9 @@ def test_vllms_own_connector_may_keep_up_to_a_page_less(tmp_path):
     assert plan.tiers == ("cold", "device hit", "host restore")
     assert plan.is_expected({"host": 8000}, 8192, "host restore")
     assert not plan.is_expected({"host": 7000}, 8192, "host restore")
+    last = plan.block_size
+    assert plan.is_expected({"device": 8192 - last, "host": last}, 8192, "device hit")
+    assert not plan.is_expected({"device": 8192 - 2 * last, "host": 2 * last}, 8192, "device hit")
 
 
 def test_the_table_tells_speed_up_and_wrong_hits():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_in_process import (
     Engine,
@@ -25,6 +26,8 @@ NUM_LAYERS = 19
 NUM_TOGETHER = 12
 COLD_TOLERANCE = 0.15
 """bfloat16: a cold prompt is computed in other chunks."""
+KV_FAR = 1.0
+KV_SHARE_OFF = 1e-3
 BASE = {"dtype": "bfloat16", "block_size": BLOCK, "kv_cache_memory_bytes": 1 << 30}
 EXTRA = {"load_mode": "layerwise", "host_memory": "2GiB"}
 
@@ -87,5 +90,10 @@ def test_requests_that_share_blocks_and_decode_beside_loads_hold_the_right_kv(
             assert counted["served_tokens/host"] >= 1024
             assert counted["loaded_bytes/async"] == 0
         for prompt in prompts[:3]:
-            engine.assert_kv_is_right(prompt, device_hit(len(prompt), BLOCK), COLD_TOLERANCE)
+            cached, computed = engine.cached_and_computed(prompt, device_hit(len(prompt), BLOCK))
+            apart = np.abs(cached.astype(np.float32) - computed.astype(np.float32))
+            # bfloat16, through 19 layers and in other chunks. Of a block of another place, nearly
+            # all elements are far off: one of one layer would be seen in the largest.
+            assert apart.max() < KV_FAR
+            assert (apart > COLD_TOLERANCE).mean() < KV_SHARE_OFF
         engine.assert_idle_and_clean()

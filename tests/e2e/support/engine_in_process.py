@@ -196,11 +196,15 @@ class Engine:
 
         Answers alone do not tell: attention does not mind in which order it sees its keys.
         """
+        np.testing.assert_allclose(*self.cached_and_computed(prompt, num_tokens), atol=tolerance)
+
+    def cached_and_computed(self, prompt: Sequence[int], num_tokens: int) -> list[np.ndarray]:
+        """KV of the cached blocks of ``num_tokens``, and what computing them again gives."""
         salted = {"prompt_token_ids": list(prompt), "cache_salt": "computed for comparison"}
         self.ask([salted], max_tokens=1)
         pair = [self.device_kv(self.cached_blocks(p, num_tokens)) for p in (prompt, salted)]
         assert pair[0].shape[1] == num_tokens // self.planner.options.block_size > 0
-        np.testing.assert_allclose(*pair, atol=tolerance)
+        return pair
 
     # Questions -----------------------------------------------------------------------------------
 
