@@ -133,7 +133,11 @@ def _hicache(sizes: ConnectorSizes) -> dict[str, Any]:
 
 def _lmcache(address: str) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
-    return {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)}
+    return {
+        "lmcache.mp.host": f"tcp://{host}",
+        "lmcache.mp.port": int(port),
+        "lmcache.mp.save_decode_cache": True,  # as the others do
+    }
 
 
 def parse_more_options(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Device memory that pages pass on their way between host slots and blocks, some buffers in turn."""
+"""Device memory that pages pass on their way between host slots and blocks, buffers in turn."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import struct
 import time
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ _PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
 # Below this a checksum takes less time (about 5 us) than handing it to a thread (about 50 us), and
 # xxhash keeps the GIL anyway.
 _INLINE_BYTES = 64 * 1024
-_HASH_THREADS = 4
+# A thread hashes about 5 GB/s of bytes that another core has just read; files come from the page
+# cache at 39 GB/s on 16 cores.
+_HASH_THREADS = min(12, max(4, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(frozen=True, slots=True)
