@@ -2,11 +2,12 @@
 
 from vllm_hicache.layout import PageLayout
 
-CUDA_CHUNK_BYTES = 32 << 20  # 0.6 ms on PCIe 5; smaller costs launches, larger device memory
-BUFFERS = 4
-"""Staging buffers of a direction. A relayout waits for an SM that the forward's kernels leave, with
-a prompt of 16,384 tokens about 1 ms each time: with two buffers a load of 4.3 GB took 165 ms beside
-one and 83 ms alone (H200, 2026-11-30, `benchmarks/overlap.py`)."""
+CUDA_CHUNK_BYTES = 64 << 20
+"""Of each staging buffer. To enqueue a chunk takes about 120 us of Python, which the thread that
+launches the forward waits for where it launches kernel by kernel: 16 ms for 96 chunks (H200,
+2026-11-30). And a relayout waits until the forward's kernels leave it an SM, about 1 ms beside a
+prompt of 16,384 tokens: with chunks of 32 MiB, a load of 4.3 GB took 165 ms there and 83 ms alone
+(`benchmarks/overlap.py`)."""
 UPLOAD_ROWS = 1 << 16  # units named to the device at once; 65,536 tokens in blocks of 16 are 4,096
 ROW_BYTES = 4 * 8
 

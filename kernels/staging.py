@@ -1,4 +1,4 @@
-"""Device memory that pages pass on their way between host slots and blocks, buffers in turn."""
+"""Device memory that pages pass on their way between host slots and blocks, two buffers in turn."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.kernels.batch_copy import driver_batch
-from vllm_hicache.kernels.device_memory import BUFFERS
 from vllm_hicache.layout import registration_slots
 
 _LEGACY_STREAM = 0  # takes no batches
@@ -32,29 +31,23 @@ def _run_ends(slots: np.ndarray, piece_slots: int) -> np.ndarray:
 
 
 class Staging:
-    """Device buffers of ``num_bytes`` each, for one direction of copies of all pools.
+    """Two device buffers of ``num_bytes`` each, for one direction of copies of all pools.
 
     Transfers over the bus run on the current stream, relayouts on one of their own, so that the
-    relayout of one buffer overlaps the transfer of another. Events guard both uses of a buffer.
+    relayout of one buffer overlaps the transfer of the other. Events guard both uses of a buffer.
     ``num_rows`` units can be uploaded at once. Not thread-safe.
-
-    The calling thread stays at most all buffers ahead of the device: what is enqueued long in
-    advance may stand before the forward's kernels in one of the device's few queues, and enqueueing
-    all of a long copy at once keeps the interpreter from the thread that launches the forward.
     """
 
     def __init__(self, num_bytes: int, num_rows: int, device: torch.device) -> None:
-        self._buffers = torch.zeros((BUFFERS, num_bytes), dtype=torch.uint8, device=device)
+        self._buffers = torch.zeros((2, num_bytes), dtype=torch.uint8, device=device)
         self._rows = torch.empty((num_rows, 4), dtype=torch.int64, device=device)
         # From pageable memory an upload would wait on the host for all that the stream waits for.
         self._pinned_rows = torch.empty((num_rows, 4), dtype=torch.int64, pin_memory=True)
         self._end_of_rows = 0
         self._stream = torch.cuda.Stream(device, priority=-1)  # before the forward's next kernel
         self._batch = driver_batch(device)
-        # Blocking: who waits for them sleeps.
-        self._transferred, self._relaid = (
-            [torch.cuda.Event(blocking=True) for _ in range(BUFFERS)] for _ in range(2)
-        )
+        self._transferred = (torch.cuda.Event(), torch.cuda.Event())
+        self._relaid = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
 
     @contextmanager
@@ -98,8 +91,7 @@ class Staging:
         reads: bool,
         writes: bool,
     ) -> None:
-        """Read ``slots`` of ``host`` into a buffer, relayout it, write it back; only enqueued, once
-        the buffer's last use is over.
+        """Read ``slots`` of ``host`` into a buffer, relayout it, write it back; all enqueued only.
 
         ``slots`` ascend and fit into a buffer; its page i is ``slots[i]``.
         """
@@ -107,8 +99,7 @@ class Staging:
         num_pages, slot_stride = len(slots), host.shape[1]
         buffer = self._buffers[self._turn, : num_pages * slot_stride].view(num_pages, slot_stride)
         transferred, relaid = self._transferred[self._turn], self._relaid[self._turn]
-        self._turn = (self._turn + 1) % BUFFERS
-        (transferred if writes else relaid).synchronize()
+        self._turn = 1 - self._turn
         if reads:
             current.wait_event(relaid)
             self._transfer(host, slots, buffer, to_host=False)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_hicache.kernels.batch_copy import copy_in_memory
-from vllm_hicache.kernels.device_memory import BUFFERS, ROW_BYTES
+from vllm_hicache.kernels.device_memory import ROW_BYTES
 from vllm_hicache.kernels.staging import Staging
 
 
@@ -17,7 +17,7 @@ class WorkspaceSize:
     """What a pool needs; of several pools, the largest numbers.
 
     scratch_bytes  for one gather by torch
-    staging_bytes  of each staging buffer, on a CUDA device
+    staging_bytes  of each of two staging buffers, on a CUDA device
     num_rows       units that the device is told of at once
     """
 
@@ -37,7 +37,7 @@ class WorkspaceSize:
     @property
     def device_bytes(self) -> int:
         """Memory of a CUDA device that a workspace of this size takes."""
-        return self.scratch_bytes + BUFFERS * self.staging_bytes + self.num_rows * ROW_BYTES
+        return self.scratch_bytes + 2 * self.staging_bytes + self.num_rows * ROW_BYTES
 
 
 class Workspace:

@@ -9,7 +9,7 @@ from vllm.config import CacheConfig
 from vllm_hicache.connectors.staging_room import allocate, refuse_without_room, staging_bytes
 from vllm_hicache.device_layout import DeviceGroup, RowFormat, TensorPlacement, device_layers
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.kernels.device_memory import UPLOAD_ROWS
+from vllm_hicache.kernels.device_memory import CUDA_CHUNK_BYTES, UPLOAD_ROWS
 from vllm_hicache.kernels.reference import PageCopier
 from vllm_hicache.kernels.workspace import WorkspaceSize
 from vllm_hicache.layout import LayerSpan, PageLayout
@@ -54,12 +54,12 @@ def test_a_kv_cache_of_a_given_size_is_refused_with_the_size_that_fits():
         refuse_without_room(NEEDED, 92 * MIB, TOTAL, _cache(kv_bytes=4 * GIB))
 
 
-def test_a_page_of_32_mib_needs_what_the_documents_say():
-    """Four buffers and the rows that name units, in both directions; torch needs another one."""
-    size = WorkspaceSize(scratch_bytes=0, staging_bytes=32 * MIB, num_rows=UPLOAD_ROWS)
-    without_triton = replace(size, scratch_bytes=32 * MIB)
+def test_copies_need_what_the_documents_say():
+    """Two buffers and the rows that name units, in both directions; torch needs a third buffer."""
+    size = WorkspaceSize(scratch_bytes=0, staging_bytes=CUDA_CHUNK_BYTES, num_rows=UPLOAD_ROWS)
+    without_triton = replace(size, scratch_bytes=CUDA_CHUNK_BYTES)
     assert len(Direction) * size.device_bytes == 260 * MIB
-    assert len(Direction) * without_triton.device_bytes == (260 + 64) * MIB
+    assert len(Direction) * without_triton.device_bytes == (260 + 128) * MIB
 
 
 def _copier(device: str) -> PageCopier:
