@@ -132,7 +132,8 @@ def sync_load_max_s(vllm_config: "VllmConfig", config: HiCacheConfig) -> float:
     """Longest load that a step waits for before its forward; 0.0 where none may.
 
     With more than one batch in flight vLLM has scheduled a request's next tokens before it hears
-    that the load failed, and keeps what they answer.
+    that the load failed, and keeps what they answer: only preemptions mark such output as stale,
+    and to report the blocks again with later batches does not reach them (DESIGN.md).
     """
     batches = vllm_config.max_concurrent_batches
     if batches == 1 or not config.sync_load_max_ms:

@@ -10,8 +10,6 @@ MIN_PREFILL_SAMPLES = 8
 """Before that, the first steps (compilation, warm-up) would set the estimate."""
 MIN_SPREAD = 0.1
 """Amounts must differ by this part of their mean before latency and rate are told apart."""
-LATENCY_RISE = 0.02
-"""Weight of a sample that is longer than the shortest: fifty of them make up two thirds."""
 ASSUMED_COPY_BYTES_PER_S = 8e9
 """Until a copy was measured: less than any PCIe link and more than most hosts' memcpy."""
 
@@ -82,26 +80,6 @@ class Line:
         return latency + per_unit * amount
 
 
-@dataclass(slots=True)
-class Shortest:
-    """The shortest of recent times: follows a shorter one at once, longer ones slowly.
-
-    >>> shortest = Shortest()
-    >>> for seconds in (0.3, 0.1, 0.4): shortest.add(seconds)
-    >>> round(shortest.seconds, 3)
-    0.106
-    """
-
-    seconds: float = 0.0
-    _is_known: bool = False
-
-    def add(self, seconds: float) -> None:
-        if not self._is_known or seconds < self.seconds:
-            self.seconds, self._is_known = seconds, True
-        else:
-            self.seconds += LATENCY_RISE * (seconds - self.seconds)
-
-
 class CostModel:
     """Estimates in seconds.
 
@@ -116,7 +94,7 @@ class CostModel:
     def __init__(self) -> None:
         self._prefill = Average()
         self._copy = Average()
-        self._load_latency = Shortest()
+        self._load = Line()
         self._fetch = Line()
         self.num_samples = 0
         """Changes with every sample: estimates stay as they are while it does."""
@@ -134,14 +112,14 @@ class CostModel:
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """An asynchronous load of so many bytes on the slowest worker took so long, from the
-        lookup to the acknowledgement of all workers.
+        lookup to the acknowledgement of all workers, on an engine without other work.
 
-        Most of that is spent in steps that others' work makes long, which a request that computes
-        its tokens waits for as well, and which grow with what is computed: with loads judged by
-        their average time, an engine under load computed everything. So the shortest one counts.
+        Beside other work it ends with a step of others. A request that computes its tokens waits
+        for those as well, and they grow with what is computed: judged by times under load, an
+        engine under load computed everything.
         """
         self.num_samples += 1
-        self._load_latency.add(max(0.0, seconds - self.load_s(num_bytes)))
+        self._load.add(num_bytes, seconds)
 
     def fetched(self, num_tokens: int, seconds: float) -> None:
         """So many tokens came from storage in so many seconds, question included."""
@@ -156,8 +134,8 @@ class CostModel:
             self._fetch.add(num_tokens, seconds)
 
     def async_load_s(self, num_bytes: int) -> float:
-        """Time until an asynchronous load has landed, on an engine with little else to do."""
-        return self._load_latency.seconds + self.load_s(num_bytes)
+        """Time until an asynchronous load has landed on an engine without other work."""
+        return max(self._load.seconds(num_bytes), self.load_s(num_bytes))
 
     def fetch_s(self, num_tokens: int) -> float | None:
         """Time to bring these tokens from storage to host; None while unknown."""
@@ -165,7 +143,8 @@ class CostModel:
 
     def load_line(self) -> tuple[float, float]:
         """(latency, seconds per byte) of asynchronous loads."""
-        return self._load_latency.seconds, self.load_s(1)
+        latency, per_byte = self._load.fit()
+        return latency, max(per_byte, self.load_s(1))
 
     def fetch_line(self) -> tuple[float, float] | None:
         """(latency, seconds per token) of fetches; None while unknown."""

@@ -43,6 +43,8 @@ class RunningLoad:
     block_ids: frozenset[int]
     num_storage_tokens: int
     started_at: float
+    num_busy_steps: int = 0
+    """Steps with work that the engine had planned before it."""
     is_ok: bool | None = None
     """None until every worker has acknowledged it; a synchronous one is False at once when some
     worker has failed."""

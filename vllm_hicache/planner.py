@@ -137,6 +137,7 @@ class Planner:
         self._failed_requests: list[str] = []
         self._deferred_blocks = 0
         self._was_busy = False
+        self._num_busy_steps = 0
         self._copy_seconds = 0.0
         self._bytes = CopiedBytes(options)
         self.gauges = Gauges(self)
@@ -254,6 +255,7 @@ class Planner:
         if self.write_back is not None:
             self.write_back.count_taken(len(block_ids))
         load = self.loads.begin(state, num_tokens, (block_ids, *other_tables), now)
+        load.num_busy_steps = self._num_busy_steps
         self._admit(state, load.num_tokens)
         return load
 
@@ -304,6 +306,7 @@ class Planner:
             self.retries.ask_due(self.namespace, now)
         self._deferred_blocks = 0
         self._was_busy = is_busy
+        self._num_busy_steps += is_busy
         if self.loads.has_failed_lately:
             self._blocks.forget_cached()
         sync_loads, loads = self.loads.take_planned()
@@ -382,7 +385,8 @@ class Planner:
         num_bytes = self._bytes.of_copies((load.copies, *load.other_copies))
         self.metrics.count("loaded_bytes", num_bytes, "async" if load.is_async else "sync")
         state = load.state
-        if load.is_async and outcome.is_ok:
+        is_beside_steps = load.num_busy_steps != self._num_busy_steps
+        if load.is_async and outcome.is_ok and not is_beside_steps:
             num_bytes = load.num_tokens * max(self.options.page_bytes) // self.options.page_size
             self.costs.loaded(num_bytes, now - load.started_at)
         if not outcome.is_ok:

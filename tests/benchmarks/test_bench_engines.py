@@ -81,6 +81,21 @@ def test_conversations_come_back_from_host_and_without_us_are_computed(tmp_path,
     assert "host" in printed
 
 
+def test_more_conversations_at_once_than_the_device_holds_come_back_from_host(tmp_path):
+    """With the connector's defaults: neither waiting for blocks nor long steps of others may make
+    it compute what host has."""
+    crowd = ["--groups", "2", "--conversations", "6", "--turns", "4", "--concurrency", "12"]
+    sizes = ["--system-tokens", "512", "--user-tokens", "128", "--answer-tokens", "16"]
+    engine = ["--in-process", "--block-size", "32", "--page-size", "64"]
+    record = _bench("multiturn", *engine, *crowd, *sizes, "--arms", "hicache", out=tmp_path)
+    _assert_vllm_and_clients_agree(record)
+    counted = record["results"]["hicache"][0]["counters"]
+    found, served = (counted[f"vllm:hicache_{name}_tokens"] for name in ("found", "served"))
+    assert found > 0.15 * record["summary"]["hicache"]["prompt_tokens"]
+    print({name: value for name, value in counted.items() if "bucket" not in name})
+    assert served > 0.9 * found
+
+
 def test_prompts_that_other_requests_pushed_out_are_restored_beside_a_wave(tmp_path):
     waves = ["--concurrency", "1,2", "--waves", "1", "--prompt-tokens", "64"]
     sizes = ["--answer-tokens", "24", "--seen", "2", "--seen-tokens", "256"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from child_process import run_child, workers
 from engine_in_process import PAGE
-from stages_child import DELAY_S, NUM_LACKING, NUM_PAGES, ROUNDS, WAYS
+from stages_child import DELAY_S, NUM_LACKING, NUM_PAGES, PAIRS, ROUNDS, WAYS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -49,12 +49,13 @@ def test_slow_copies_of_one_stage_cost_those_who_decode_nothing(
 ) -> None:
     result = run(tiny_llama, tmp_path, "decode")
     assert result["problems"] == []
-    assert result["served"] == 2 * ROUNDS * 3 * PAGE
-    assert result["load_s"] > DELAY_S / 2  # the delay was there, in every second round
+    assert result["served"] == ROUNDS * PAIRS * 2 * 3 * PAGE
+    assert result["load_s"] > DELAY_S / 2  # the delay was there, in every second phase
     assert result["most"]["late"] == result["most"]["in time"] >= 2
     assert result["batches"]["late"] >= result["batches"]["in time"] / LATENCY_TOLERANCE
-    assert result["token_s"]["late"] <= LATENCY_TOLERANCE * result["token_s"]["in time"], result
-    assert result["longest_s"]["late"] < DELAY_S, "a step waited for a copy"
+    assert len(result["ratios"]) >= 0.75 * ROUNDS * PAIRS, "copies were not late for long enough"
+    assert result["cost"] <= LATENCY_TOLERANCE, result
+    assert result["longest"] < 1, "a step waited for a copy"
 
 
 @pytest.fixture(scope="module")

@@ -320,4 +320,6 @@ def test_a_request_needs_blocks_in_every_group_to_be_let_in_without_its_load() -
         match = rig.match(state)
     assert match.num_tokens == 16
     rig.blocks.num_free += 1
+    assert rig.match(state).num_tokens == 16  # there is room at last
+    rig.now += 100.0  # as long as computing takes, many times
     assert rig.match(state).num_tokens == 0

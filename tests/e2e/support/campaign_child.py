@@ -20,12 +20,13 @@ from vllm_hicache.testing import Fault, FaultFile
 IN_FLIGHT = 10
 NUM_BEST = 3  # log-probabilities of each place
 PATIENCE_S = 600.0
-MAX_DELAY_S, FAILURES = 0.05, 0.1
+MAX_DELAY_S, FAILURES = 0.05, 0.06
 EXTRA: Mapping[str, object] = {
     "host_memory": "32MiB",
     "prefetch_policy": "timeout",
     "prefetch_timeout_base_s": 0.2,
     "prefetch_min_tokens": 100,
+    "prefetch_max_percent": 7,  # more than one long prompt at once
     "prefetch_tenant_max_percent": 1,
     "defer_max_blocks": 6,
     "fixed_weights": True,
@@ -35,8 +36,9 @@ WRITER: Mapping[str, object] = {"host_memory": "64MiB", "fixed_weights": True}
 NUM_DEVICE_BLOCKS = 130
 RESETS = (0.3, 0.31, 0.32, 0.6, 0.61, 0.62)
 """Parts of the requests after which host forgets; soon again, when much is being fetched."""
-FAILED_LOADS = tuple(0.8 + i / 50 for i in range(10))
-"""When a load fails. It takes all pages behind its first one out of host, so it comes late."""
+FAILED_LOADS = (*(0.63 + i / 50 for i in range(5)), *(0.85 + i / 50 for i in range(6)))
+"""When a load fails: while fetches bring back what a reset took, and late, because it takes all
+pages behind its first one out of host."""
 
 
 def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +106,8 @@ def one_life(
 
 
 def hurt(faults: FaultFile) -> None:
-    """From now on each call may be late, and one in ten fails. Every worker draws for itself."""
+    """From now on each call may be late, and some fail. Every worker draws for itself: a page comes
+    when all four have their part, four of five do."""
     faults.write(
         Fault(jitter_s=MAX_DELAY_S),
         *(

@@ -7,6 +7,7 @@ one of `TASKS`. Copies of the second stage are late by what ``folder/delay`` say
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +33,9 @@ NUM_PAGES, NUM_LACKING = 10, 3
 SECOND_STAGE = "_L2-4_"
 """In the names of its objects: the model has four layers."""
 DELAY_S = 0.2
-ROUNDS, DECODED = 8, 48
+ROUNDS, PAIRS = 12, 4
+PHASE_GAPS, PENDING_GAPS, MIN_GAPS = 14, 12, 3
+"""Of a phase; beside copies that are late; of those, where the machine became slow meanwhile."""
 
 
 def answer(specification: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,34 +102,75 @@ def ask_and_look(engine: Engine, prompt: list[int], look: Callable[[], None]) ->
 # Who decodes beside slow copies ------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two tokens of a request without cache work."""
+
+    seconds: float
+    is_beside_copies: bool
+    is_quiet: bool
+    """No batch computed anything but one token, in this gap and in the one before it."""
+
+
+@dataclass(slots=True)
+class Phase:
+    """One load and one save beside the decodes, and some gaps."""
+
+    delay_s: float
+    gaps: list[Gap] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    """How many batches are in flight with each that is scheduled."""
+
+    def quiet_s(self) -> list[float]:
+        """What a token takes; where copies are late, while they are."""
+        is_late = self.delay_s > 0
+        return [g.seconds for g in self.gaps if g.is_quiet and g.is_beside_copies >= is_late]
+
+
 def decode_beside_a_slow_stage(specification: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Rounds with and without the delay alternate: what else the machine does is in both."""
-    stored = [prompt_of(f"stored {i}", 3 * PAGE + 5) for i in range(2 * ROUNDS)]
-    rounds: dict[str, list[dict[str, Any]]] = {"in time": [], "late": []}
+    """Phases with and without the delay are pairs, one behind the other in either order: how busy
+    the machine happens to be is in both of a pair."""
+    stored = [prompt_of(f"stored {i}", 3 * PAGE + 5) for i in range(ROUNDS * PAIRS * 2)]
+    late: list[Phase] = []
+    in_time: list[Phase] = []
     with running(Path(specification["model"]), **specification["options"]) as engine:
         engine.ask_each(stored, max_tokens=1)
         engine.settle()
         engine.reset_device()
         before = engine.counters()
-        for number, prompt in enumerate(stored):
-            name = "late" if number % 2 else "in time"
-            delay_by(folder, DELAY_S if number % 2 else 0.0)
-            with counting_batches(engine) as batches:
-                times = decode_beside(engine, number, prompt)
-            rounds[name].append({"times": times, "batches": batches})
+        for number in range(ROUNDS):
+            with decoding(engine, number) as decodes:
+                for i, prompt in enumerate(stored[number::ROUNDS]):
+                    is_late = i % 4 in (1, 2)
+                    delay_s = late_enough(in_time) if is_late else 0.0
+                    delay_by(folder, delay_s)
+                    phase = decodes.go_on(delay_s, f"{number} {i}", prompt)
+                    (late if is_late else in_time).append(phase)
             engine.settle()
         counted = difference(engine.counters(), before)
         problems = engine.problems()
+    kinds = {"late": late, "in time": in_time}
+    pairs = [(a.quiet_s(), b.quiet_s()) for a, b in zip(late, in_time, strict=True)]
+    pairs = [pair for pair in pairs if len(pair[0]) >= MIN_GAPS]
+    ratios = sorted(median(some) / median(others) for some, others in pairs)
     return {
-        "token_s": {k: median(t for r in some for t in r["times"]) for k, some in rounds.items()},
-        "longest_s": {k: max(t for r in some for t in r["times"]) for k, some in rounds.items()},
-        "round_s": {k: median(sum(r["times"]) for r in some) for k, some in rounds.items()},
-        "most": {k: max(n for r in some for n in r["batches"]) for k, some in rounds.items()},
-        "batches": {k: mean(n for r in some for n in r["batches"]) for k, some in rounds.items()},
+        "ratios": ratios,
+        "cost": median(ratios),
+        "token_s": [median(map(median, some)) for some in zip(*pairs, strict=True)],
+        "longest": max(gap.seconds / phase.delay_s for phase in late for gap in phase.gaps),
+        "most": {k: max(n for phase in some for n in phase.batches) for k, some in kinds.items()},
+        "batches": {
+            k: mean(n for phase in some for n in phase.batches) for k, some in kinds.items()
+        },
         "served": counted["served_tokens/host"],
         "load_s": engine_mean(counted, "load_seconds"),
         "problems": problems,
     }
+
+
+def late_enough(in_time: list[Phase]) -> float:
+    """A delay that lasts for most of a phase, on a slow machine, too."""
+    return max(DELAY_S, PENDING_GAPS * median(in_time[-1].quiet_s()))
 
 
 def engine_mean(counted: Mapping[str, float], name: str) -> float:
@@ -134,48 +178,72 @@ def engine_mean(counted: Mapping[str, float], name: str) -> float:
     return counted.get(f"{name}_sum", 0.0) / max(1.0, counted.get(f"{name}_count", 0.0))
 
 
-@contextmanager
-def counting_batches(engine: Engine) -> Iterator[list[int]]:
-    """How many batches are in flight with each that is scheduled."""
-    scheduler, queue = engine.scheduler, engine.llm.llm_engine.engine_core.engine_core.batch_queue
-    schedule = scheduler.schedule
-    seen: list[int] = []
+class Decodes:
+    """Two requests without cache work, each in a batch of its own: two are in flight."""
 
-    def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self._queue = engine.llm.llm_engine.engine_core.engine_core.batch_queue
+        self._names = [f"decode {number} {i}" for i in range(2)]
+        self._batches: list[int] = []
+        self._most_tokens = 0
+        """Of one batch, since the last token."""
+        self._was_quiet = False
+        untouched = {"kv_transfer_params": {"hicache": {"load": False, "store": False}}}
+        self.ids = []
+        for name in self._names:
+            options = {"max_tokens": 3000, "extra_args": untouched}
+            self.ids.append(engine.add(name, prompt_of(name, 20), **options))
+            engine.step()
+        self._last = self._wait_for_token()
+
+    def note(self, num_tokens: int) -> None:
+        """A batch of so many tokens is scheduled."""
+        if num_tokens:
+            self._batches.append(len(self._queue) + 1)
+            self._most_tokens = max(self._most_tokens, num_tokens)
+
+    def go_on(self, delay_s: float, name: str, stored: list[int]) -> Phase:
+        """One phase; at its end no copy is under way."""
+        phase = Phase(delay_s)
+        self._batches = phase.batches
+        self._engine.add(f"load {name}", stored, max_tokens=1)
+        self._engine.add(f"save {name}", prompt_of(f"save {name}", 3 * PAGE + 5), max_tokens=1)
+        planner = self._engine.planner
+        while len(phase.gaps) < PHASE_GAPS or planner.holds_device_blocks:
+            now = self._wait_for_token()
+            is_quiet, self._most_tokens = self._most_tokens == 1, 0
+            is_beside = planner.holds_device_blocks
+            phase.gaps.append(Gap(now - self._last, is_beside, is_quiet and self._was_quiet))
+            self._last, self._was_quiet = now, is_quiet
+        return phase
+
+    def _wait_for_token(self) -> float:
+        """When the first of the two has its next token."""
+        while True:
+            outputs = self._engine.step()
+            if any(output.request_id == self._names[0] for output in outputs):
+                return time.perf_counter()
+
+
+@contextmanager
+def decoding(engine: Engine, number: int) -> Iterator[Decodes]:
+    """They decode until the end of the block, and what is scheduled meanwhile is noted."""
+    scheduler = engine.scheduler
+    schedule = scheduler.schedule
+    decodes = Decodes(engine, number)
+
+    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
-        if output.total_num_scheduled_tokens:
-            seen.append(len(queue) + 1)
+        decodes.note(output.total_num_scheduled_tokens)
         return output
 
-    scheduler.schedule = schedule_and_count
+    scheduler.schedule = schedule_and_note
     try:
-        yield seen
+        yield decodes
     finally:
         scheduler.schedule = schedule
-
-
-def decode_beside(engine: Engine, number: int, stored: list[int]) -> list[float]:
-    """Seconds between tokens of a request without cache work while others load and save."""
-    untouched = {"kv_transfer_params": {"hicache": {"load": False, "store": False}}}
-    watched = f"decode {number} 0"
-    for i in range(2):
-        name = f"decode {number} {i}"
-        engine.add(name, prompt_of(name, 20), max_tokens=DECODED, extra_args=untouched)
-        engine.step()  # each in a batch of its own: two in flight
-    times: list[float] = []
-    last = None
-    is_begun = is_finished = False
-    while not is_finished:
-        if len(times) == DECODED // 4 and not is_begun:
-            is_begun = True
-            engine.add(f"load {number}", stored, max_tokens=1)
-            engine.add(f"save {number}", prompt_of(f"save {number}", 3 * PAGE + 5), max_tokens=1)
-        for output in engine.step():
-            if output.request_id == watched:
-                now = time.perf_counter()
-                times += [] if last is None else [now - last]
-                last, is_finished = now, output.finished
-    return times
+        engine.abort(decodes.ids)
 
 
 # One stage lacks pages ---------------------------------------------------------------------------
