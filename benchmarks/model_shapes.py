@@ -99,9 +99,12 @@ def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
 
     >>> kv_bytes_per_token(LLAMA_8B, "auto")
     131072
+    >>> kv_bytes_per_token(TINY, "auto"), kv_bytes_per_token(TINY, "float32")
+    (2048, 4096)
     """
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = "bfloat16" if dtype == "float32" else dtype  # vLLM's "auto" halves it
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)

@@ -73,7 +73,9 @@ def _request(row: list[Any]) -> TraceRequest:
 async def interference(session: MeasuredEngine, work: dict[str, Any]) -> dict[str, Any]:
     """All waves."""
     waves = Waves(**{**work, "concurrencies": tuple(work["concurrencies"])})
-    return {"waves": await run_waves(session, waves)}
+    before = await session.counters()
+    found = await run_waves(session, waves)
+    return {"waves": found, "counters": grown(before, await session.counters())}
 
 
 WORKLOADS: dict[str, Workload] = {
