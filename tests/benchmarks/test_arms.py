@@ -15,7 +15,7 @@ from vllm_hicache.config import HiCacheConfig
 from vllm_hicache.errors import ConfigError
 
 SIZES = Sizes(longest=1000, distinct=100_000, concurrency=4)
-TOKEN_BYTES = 4096
+TOKEN_BYTES = 2048
 
 
 def _plans(folder, *arguments, sizes=SIZES):
@@ -29,6 +29,7 @@ def test_ours_is_always_measured_and_files_when_there_is_a_folder():
     named = parser.parse_args(["--vs", "native,none", "--storage", "/disk"])
     assert chosen_arms(named) == ("hicache", "native", "none", "hicache+file")
     assert chosen_arms(parser.parse_args(["--vs", ""])) == ("hicache",)
+    assert chosen_arms(parser.parse_args(["--arms", "native,hicache"])) == ("native", "hicache")
 
 
 @pytest.mark.parametrize("text", ["sglang", "none,none", "", ",", "hicache none"])
@@ -47,7 +48,9 @@ def test_engines_differ_in_nothing_but_the_connector(tmp_path):
     assert plans["hicache"].connector_options["host_memory"] == 100_000 * TOKEN_BYTES
     for arm in ("native", "simple"):
         assert plans[arm].connector_options == {"cpu_bytes_to_use": 100_000 * TOKEN_BYTES}
-    assert plans["lmcache"].connector_options["lmcache.mp.port"] == 6555
+    lmcache = plans["lmcache"].connector_options
+    assert lmcache["lmcache.mp.port"] == 6555
+    assert lmcache["lmcache.mp.save_decode_cache"]  # answers, too, as the others
     assert plans["none"].connector == ""
     assert plans["hicache"].storage is None
     assert plans["hicache+file"].storage == tmp_path / "pages"
