@@ -38,7 +38,8 @@ def plot_answers(path: Path, record: dict[str, Any], key: str, label: str) -> No
     right.set(ylabel="part of all prompt tokens")
     for axes in (left, middle, right):
         axes.grid(visible=True, alpha=0.3)
-        axes.legend(fontsize="small", loc="best" if axes is not right else "lower right")
+        if record["results"]:
+            axes.legend(fontsize="small", loc="best" if axes is not right else "lower right")
     figure.suptitle(describe(record), fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)

@@ -151,7 +151,9 @@ def _engine_arguments(
 ) -> dict[str, object]:
     """``default``: bytes of the device's KV where none are given, and those of a token."""
     device_bytes, per_token = default
-    least_bytes = (sizes.longest + 2 * max(options.block_size, options.page_size)) * per_token
+    # vLLM wants room for max_model_len, and keeps a block for itself.
+    least_tokens = sizes.longest + SPARE_TOKENS + 2 * max(options.block_size, options.page_size)
+    least_bytes = least_tokens * per_token
     given_bytes = _bytes("--device-kv-bytes", options.device_kv_bytes)
     if 0 < given_bytes < least_bytes:
         raise ConfigError(

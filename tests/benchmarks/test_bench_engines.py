@@ -132,7 +132,7 @@ def test_waves_also_write_to_files_and_restore_from_them(tmp_path):
 @pytest.mark.full
 def test_a_trace_hits_what_its_ids_share_and_no_more(tmp_path):
     trace = [str(SAMPLE), "--time-scale", "4", "--length-scale", "0.25", "--concurrency", "1"]
-    sizes = ["--max-tokens", "530", "--device-kv-bytes", "1200kB"]
+    sizes = ["--max-tokens", "530", "--device-kv-bytes", "1300kB"]
     record = _bench("trace", *COMMON, *trace, *sizes, out=tmp_path)
     _assert_vllm_and_clients_agree(record)
     workload, ours = record["workload"], record["summary"]["hicache"]
