@@ -8,9 +8,11 @@ The file holds ``RANK:WHAT``; that worker does it at the next occasion, and rena
     arguments   the plan arrives with the rows of its save in another order
     result      another answer than the plan's failed requests
     order       a hook is called twice
+    slow loads  every load takes long, for as long as the file says so
 """
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from vllm_hicache.kernels.reference import PoolsCopier
 from vllm_hicache.plan import CopyOp, StepPlan
 
 DONE = "done"
+SLOW_LOAD_S = 0.15
 
 
 class Orders:
@@ -35,13 +38,16 @@ class Orders:
         self._rank = rank
         self.step = 0
 
-    def take(self, what: str) -> bool:
-        """Whether to do it now; once."""
+    def says(self, what: str) -> bool:
+        """Whether the file tells this worker so now."""
         try:
-            order = self._path.read_text()
+            return self._path.read_text() == f"{self._rank}:{what}"
         except FileNotFoundError:
             return False
-        if order != f"{self._rank}:{what}":
+
+    def take(self, what: str) -> bool:
+        """Whether to do it now; once."""
+        if not self.says(what):
             return False
         self._path.write_text(str(self.step))
         self._path.rename(self._path.with_name(DONE))
@@ -57,7 +63,7 @@ def diverge_on_demand(path: Path, rank: int) -> None:
     HiCacheConnector.get_transfer_results = asking(HiCacheConnector.get_transfer_results, orders)
     WorkerSide.take_failed_requests = answering(WorkerSide.take_failed_requests, orders)
     PoolsCopier.save = failing(PoolsCopier.save, orders, "fail")
-    PoolsCopier.load = failing(PoolsCopier.load, orders, "fail load")
+    PoolsCopier.load = failing(slowed(PoolsCopier.load, orders), orders, "fail load")
 
 
 def binding(bind: Callable[..., None], orders: Orders) -> Callable[..., None]:
@@ -102,3 +108,12 @@ def failing(copy: Callable[..., None], orders: Orders, what: str) -> Callable[..
         copy(copier, copies, host)
 
     return copy_or_fail
+
+
+def slowed(copy: Callable[..., None], orders: Orders) -> Callable[..., None]:
+    def copy_slowly(copier: PoolsCopier, copies: Copies, host: Regions) -> None:
+        if orders.says("slow loads"):
+            time.sleep(SLOW_LOAD_S)
+        copy(copier, copies, host)
+
+    return copy_slowly
