@@ -45,7 +45,8 @@ class ConnectorSizes:
     """What every arm is given alike."""
 
     host_bytes: int
-    page_size: int
+    page_size: int | None
+    """Of ours; None: what the connector chooses."""
     storage: Path | None
     """Folder for pages; only of our connector."""
     storage_bytes: int = 0
@@ -112,7 +113,9 @@ def connector_options(arm: str, sizes: ConnectorSizes) -> dict[str, Any]:
 
 
 def _hicache(sizes: ConnectorSizes) -> dict[str, Any]:
-    options: dict[str, Any] = {"host_memory": sizes.host_bytes, "page_size": sizes.page_size}
+    options: dict[str, Any] = {"host_memory": sizes.host_bytes}
+    if sizes.page_size is not None:
+        options["page_size"] = sizes.page_size
     if sizes.storage is None:
         return options
     return {

@@ -25,6 +25,8 @@ from vllm_hicache.errors import ConfigError
 from vllm_hicache.quantities import parse_bytes
 
 SPARE_TOKENS = 64
+MOST_PAGE_TOKENS = 256
+"""A page of ours is not longer unless it is told to be."""
 _LMCACHE_ADDRESS = "127.0.0.1:6555"
 
 
@@ -46,7 +48,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=tuple(SHAPES), help="shape of a model, with weights without meaning")
     add("--dtype", default="auto")
     add("--block-size", type=int, default=16 if has_gpu() else 32, help="vLLM's tokens per block")
-    add("--page-size", type=int, default=256, help="tokens of a page")
+    add("--page-size", type=int, help="tokens of a page; by default, what the connector chooses")
     add("--max-batched-tokens", type=int, help="option of vLLM")
     add("--tensor-parallel-size", type=int, default=1, help="option of vLLM")
     add("--enforce-eager", action="store_true", help="option of vLLM")
@@ -152,7 +154,8 @@ def _engine_arguments(
     """``default``: bytes of the device's KV where none are given, and those of a token."""
     device_bytes, per_token = default
     # vLLM wants room for max_model_len, and keeps a block for itself.
-    least_tokens = sizes.longest + SPARE_TOKENS + 2 * max(options.block_size, options.page_size)
+    page_size = options.page_size or MOST_PAGE_TOKENS
+    least_tokens = sizes.longest + SPARE_TOKENS + 2 * max(options.block_size, page_size)
     least_bytes = least_tokens * per_token
     given_bytes = _bytes("--device-kv-bytes", options.device_kv_bytes)
     if 0 < given_bytes < least_bytes:

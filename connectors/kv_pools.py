@@ -29,9 +29,10 @@ from vllm_hicache.connectors.draft_layers import (
 )
 from vllm_hicache.connectors.kv_kinds import Kind, kind_of, layer_spec, state_identity
 from vllm_hicache.connectors.messages import PageRows
+from vllm_hicache.connectors.page_sizes import page_tokens
 from vllm_hicache.connectors.vllm_view import KVFormat
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.layout import LayerSpan, PageLayout, granule_tokens
+from vllm_hicache.layout import LayerSpan, PageLayout
 from vllm_hicache.pools import HitRule, KVGroup, ModelPools, Pool, pool_digest
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
     from vllm_hicache.config import HiCacheConfig
 
-PAGE_TOKENS = 256
-LATENT_PAGE_TOKENS = 64
-"""Latent rows are small, and all layers of a page lie in one object."""
 DRAFT = "draft"
 _GROUP_KINDS = {"full": "full_attention"}
 """Names of kinds in namespaces, where they differ from those of pools."""
@@ -113,7 +111,7 @@ def model_pools(
     made = ModelPools(
         pools=tuple(pools),
         groups=tuple(kv_groups),
-        page_size=_page_size(config.page_size, kinds, kv_groups, unit),
+        page_size=page_tokens(vllm_config, config, kinds, kv_groups, groups),
         unit=unit,
         num_unsure_tokens=dropped_blocks(vllm_config) * unit,
     )
@@ -143,49 +141,6 @@ def _name_of(layers: list[str]) -> str:
 
 def _pool_name(kind: str, reach: int) -> str:
     return f"{kind}-{reach}" if reach else kind
-
-
-def _page_size(given: int | None, kinds: list[Kind], groups: list[KVGroup], unit: int) -> int:
-    """The tokens of a page: as given, or as large as the kinds allow."""
-    has_states = any(kind.is_state for kind in kinds)
-    reach = min((kind.reach for kind in kinds if kind.reach), default=0)
-    chunks = [kind.reach for kind in kinds if kind.rule is HitRule.CHUNK]
-    if given is None:
-        is_latent = any(kind.name in ("latent", "indexer") for kind in kinds)
-        wanted = LATENT_PAGE_TOKENS if is_latent else PAGE_TOKENS
-        page = unit if has_states else _fitting(min(wanted, reach or wanted), groups, chunks)
-    else:
-        page = given
-    if has_states and page != unit:
-        raise ConfigError(
-            f"page_size must be vLLM's block size of {unit} tokens for a model that keeps states, "
-            f"got {page}; leave page_size out"
-        )
-    if reach and page > reach:
-        raise ConfigError(
-            f"page_size must be at most the smallest window or chunk of {reach} tokens, got "
-            f"{page}: what leaves a window before its page is complete cannot be saved"
-        )
-    for chunk in chunks:
-        if chunk % page:
-            raise ConfigError(
-                f"page_size must divide the {chunk} tokens of an attention chunk, got {page}: what "
-                "leaves a chunk before its page is complete cannot be saved"
-            )
-    for group in groups:
-        granule_tokens(page, group.block_size)
-    return page
-
-
-def _fitting(wanted: int, groups: list[KVGroup], chunks: list[int]) -> int:
-    """The largest page of at most ``wanted`` tokens that fits every group's blocks and chunks."""
-    blocks = [group.block_size for group in groups]
-    return next(
-        page
-        for page in range(wanted, 0, -1)
-        if all(page % block == 0 or block % page == 0 for block in blocks)
-        and not any(chunk % page for chunk in chunks)
-    )
 
 
 def _is_draft(vllm_config: "VllmConfig", layer: str) -> bool:

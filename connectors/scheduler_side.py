@@ -11,6 +11,7 @@ from vllm_hicache.connectors import kv_pools, vllm_view
 from vllm_hicache.connectors.device_blocks import PoolReferences, drain_before_reset
 from vllm_hicache.connectors.events import PageEvents
 from vllm_hicache.connectors.messages import PlanMetadata, ReportMetadata, WorkerHello, first_slots
+from vllm_hicache.connectors.page_sizes import pages_per_decode_save
 from vllm_hicache.connectors.rank_checks import SchedulerChecks
 from vllm_hicache.connectors.request_hints import HintReader
 from vllm_hicache.connectors.request_tables import RequestTables
@@ -74,6 +75,7 @@ class SchedulerSide:
         self._config = config
         self._pools = pools
         self._page_size = pools.page_size
+        self._pages_per_decode_save = pages_per_decode_save(pools)
         self._block_size = pools.unit
         self._tables = RequestTables(pools.groups)
         self._world_size: int = vllm_config.parallel_config.world_size
@@ -358,7 +360,8 @@ class SchedulerSide:
             elif not placeholders:
                 computed += num_scheduled - len(drafts.get(request_id, ()))
             # Nearly always false: nothing else is looked at for a request that adds no page.
-            if computed >= (state.num_saved_pages + 1) * page_size:
+            num_new = 1 if computed <= request.num_prompt_tokens else self._pages_per_decode_save
+            if computed >= (state.num_saved_pages + num_new) * page_size:
                 planner.collect_saves(state, min(computed, request.num_tokens), now)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:

@@ -39,8 +39,8 @@ _TOP_TABLE = (
         None,
         256,
         "tokens of a page, the unit of match and storage; it and vLLM's block sizes must divide "
-        "one another; unset: 256, 64 for latents (MLA), at most the smallest window, vLLM's block "
-        "size with states",
+        "one another; unset: 256, or as few from 32 on as are 4 MiB where pages stay in host "
+        "memory; 64 for latents (MLA), at most the smallest window, vLLM's block size with states",
         nullable=True,
     ),
     Option(

@@ -154,6 +154,45 @@ def test_a_page_is_the_largest_that_fits_the_blocks_up_to_256_tokens(pools_of, b
     assert pools_of(specs).page_size == page
 
 
+@pytest.mark.parametrize(
+    ("heads", "options", "page"),
+    [
+        (2, {}, 256),  # 4 KiB a token
+        (16, {}, 128),  # 32 KiB
+        (64, {}, 32),  # 128 KiB
+        (128, {}, 32),
+        (64, {"storage": "file:///pages"}, 256),
+        (
+            64,
+            {
+                "control_address": "tcp:127.0.0.1:8199",
+                "control_token": "a-secret-of-enough-characters",
+            },
+            256,
+        ),
+        (64, {"write_policy": "write_back"}, 256),
+    ],
+)
+def test_pages_that_stay_in_host_are_as_small_as_copies_of_some_mib_allow(
+    pools_of, heads, options, page
+):
+    specs = each(attention, *[replace(FULL, block_size=16, num_kv_heads=heads)] * 4)
+    assert pools_of(specs, **options).page_size == page
+
+
+def test_small_pages_are_the_same_on_all_stages_of_a_pipeline(tiny_llama):
+    specs = each(attention, *[replace(FULL, block_size=16, num_kv_heads=64)] * 4)
+    made = engine(tiny_llama(), specs, pp=2)
+    own = [kv_pools.model_pools(made.vllm_config, stage, made.config) for stage in made.stages]
+    assert {made.model_pools().page_size, *(pools.page_size for pools in own)} == {64}
+
+
+def test_pages_of_windows_are_not_made_smaller(pools_of):
+    wide = replace(WINDOW, block_size=16, sliding_window=4096, num_kv_heads=64)
+    full = replace(FULL, block_size=16, num_kv_heads=64)
+    assert pools_of(each(attention, wide, wide, wide, full)).page_size == 256
+
+
 @pytest.mark.parametrize(("window", "page"), [(64, 64), (100, 96), (31, 16), (4096, 256)])
 def test_a_page_is_no_longer_than_the_window(pools_of, window, page):
     specs = each(attention, *[replace(WINDOW, sliding_window=window)] * 4)

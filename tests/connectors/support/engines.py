@@ -31,7 +31,7 @@ from vllm_hicache.pools import ModelPools
 
 BLOCK = 32
 NUM_LAYERS = 4
-CACHE_BYTES = 64 << 20
+CACHE_BYTES = 2 << 30
 ROWS: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64}
 FULL = FullAttentionSpec(dtype=torch.float32, **ROWS)
 WINDOW = SlidingWindowSpec(dtype=torch.float32, sliding_window=64, **ROWS)
