@@ -106,7 +106,7 @@ def _page_findings(planner: Planner) -> Iterator[str]:
                 f"the page in slot {page.slot} counts {page.num_children} children "
                 f"and has {children[page]}"
             )
-        if page.is_evictable and not page.is_queued:
+        if page.is_evictable and not planner.host.is_queued(page):
             yield f"the page in slot {page.slot} could be evicted but is not queued"
 
 

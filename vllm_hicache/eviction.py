@@ -35,6 +35,8 @@ ORDERS: dict[str, Callable[[HostPage], Order]] = {
     "priority": _priority,
 }
 """Policy name -> sort key; the page with the smallest key leaves first."""
+NEXT_USE = "next_use"
+POLICIES = (NEXT_USE, *ORDERS)
 
 
 class EvictionQueue:
@@ -53,6 +55,10 @@ class EvictionQueue:
 
     def __len__(self) -> int:
         return len(self._heap)
+
+    def has(self, page: HostPage) -> bool:
+        """Whether an entry of this page comes up in time."""
+        return page.is_queued
 
     def offer(self, page: HostPage) -> None:
         if page.is_evictable and not page.is_queued:

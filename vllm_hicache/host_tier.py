@@ -4,9 +4,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_hicache.errors import InvariantBroken
-from vllm_hicache.eviction import EvictionQueue
+from vllm_hicache.eviction import NEXT_USE, EvictionQueue
 from vllm_hicache.host_slots import HostSlots
+from vllm_hicache.next_use_queue import NextUseQueue
 from vllm_hicache.prefix_index import HostPage, PrefixIndex
+from vllm_hicache.reuse_times import ReuseTimes
 from vllm_hicache.tiers import SlotOwner
 
 PROTECTED_SHARE = 0.8
@@ -45,8 +47,9 @@ class HostTier:
         """Slots without memory yet, less those that somebody waited for."""
         self.index = PrefixIndex()
         self.num_pinned = 0
-        self._queue = EvictionQueue(policy)
         self._policy = policy
+        self._times = ReuseTimes(num_slots)
+        self._queue = self._new_queue()
         self._protections = 0
         self._protected: OrderedDict[HostPage, None] = OrderedDict()
         self.max_protected = int(self.slots.num_ready * PROTECTED_SHARE)
@@ -59,6 +62,10 @@ class HostTier:
     def num_queued(self) -> int:
         """Entries of the eviction queue; at most two a page."""
         return len(self._queue)
+
+    def is_queued(self, page: HostPage) -> bool:
+        """Whether the eviction queue has an entry that finds this page in time."""
+        return self._queue.has(page)
 
     @property
     def num_protected(self) -> int:
@@ -75,21 +82,29 @@ class HostTier:
         self.is_growing = num_slots < num_expected
         self._num_coming = max(0, num_expected - num_slots)
 
-    def allocate(self, count: int, num_proven: int | None = None) -> list[int]:
+    def allocate(
+        self, count: int, num_proven: int | None = None, use_gap: int | None = None
+    ) -> list[int]:
         """Up to ``count`` slots, evicting pages where none is free.
 
-        With ``num_proven`` only the first so many may take the place of a protected page; where
-        the policy is ``priority``, priorities decide alone. Gives less than it could while slots
-        are about to come.
+        num_proven  only the first so many may take the place of a protected page; where the
+                    policy is ``priority`` or ``next_use``, that decides alone
+        use_gap     with ``next_use``: reuses until what comes is expected to be used. It takes
+                    the place of reused pages only that are expected later; with 0 of none
+
+        Gives less than it could while slots are about to come.
         """
         taken = self.slots.take(count)
         self.has_spared = False
         if self._num_coming and len(taken) < count and self._may_wait(count - len(taken)):
             return taken
-        spares = num_proven is not None and self._policy != "priority"
+        spares = num_proven is not None and self._policy not in ("priority", NEXT_USE)
+        decides_alone = isinstance(self._queue, NextUseQueue)
+        latest = self._times.expected_at(use_gap) if use_gap is not None else None
         while len(taken) < count:
-            page = self._queue.pop()
+            page = self._queue.pop(latest) if decides_alone else self._queue.pop()
             if page is None:
+                self.has_spared = decides_alone and bool(len(self._queue))
                 break
             if spares and page.is_protected and len(taken) >= (num_proven or 0):
                 self._queue.offer(page)
@@ -99,17 +114,35 @@ class HostTier:
             taken += self.slots.take(1)
         return taken
 
+    def expected_gap(self, page_hash: bytes, parent_hash: bytes | None) -> int:
+        """Reuses until a page that is not in host is expected to be used, if it comes; 0 where
+        nothing tells."""
+        parent = self.index.get(parent_hash) if parent_hash is not None else None
+        return self._times.expected_gap(page_hash, parent)
+
+    def note_refused(self, hashes: Sequence[bytes]) -> None:
+        """Pages of one chain that were used and found no slot: remember it."""
+        if self._policy == NEXT_USE:
+            self._times.refused(hashes)
+
     def publish(
-        self, page_hash: bytes, parent_hash: bytes | None, slot: int, parts: int = 0
+        self,
+        page_hash: bytes,
+        parent_hash: bytes | None,
+        slot: int,
+        parts: int = 0,
+        user: str = "",
     ) -> HostPage | None:
-        """Make a complete page visible, with these parts. Where it cannot hang (already present,
-        or its parent has left) the slot is freed and None returned."""
+        """Make a complete page visible, with these parts, brought by the request ``user``. Where
+        it cannot hang (already present, or its parent has left) the slot is freed and None
+        returned."""
         page = self.index.add(page_hash, parent_hash, slot, parts)
         if page is None:
             self.slots.release(slot)
             return None
         self.slots.give_to_index(slot)
-        self._use(page)
+        self._times.came(page)
+        self._use(page, user)
         self._queue.offer(page)
         return page
 
@@ -120,10 +153,13 @@ class HostTier:
                 raise InvariantBroken(f"slot {slot} freed by an operation that does not own it")
             self.slots.release(slot)
 
-    def touch(self, page: HostPage, priority: int = 0) -> None:
-        """Record a use. Ancestors inherit it, and the priority, when their last child leaves."""
-        self._use(page)
+    def touch(self, page: HostPage, priority: int = 0, user: str = "") -> None:
+        """Record a use by the request ``user``, which counts once. Ancestors inherit it, and the
+        priority, when their last child leaves."""
+        self._use(page, user)
         page.priority = max(page.priority, priority)
+        if self._policy == NEXT_USE:  # elsewhere keys only grow, and are looked at when popped
+            self._queue.offer(page)
 
     def protect(self, pages: Sequence[HostPage]) -> None:
         """Several requests have used these pages of one chain, in its order. Unprotected pages
@@ -198,7 +234,7 @@ class HostTier:
             page.parent = None
             if page.pins == 0:
                 self.slots.release(page.slot)
-        self._queue = EvictionQueue(self._policy)
+        self._queue = self._new_queue()
         self._protected.clear()
         return len(pages)
 
@@ -210,18 +246,23 @@ class HostTier:
         self._num_coming -= num_slots
         return True
 
-    def _use(self, page: HostPage) -> None:
+    def _new_queue(self) -> EvictionQueue | NextUseQueue:
+        if self._policy == NEXT_USE:
+            return NextUseQueue(self._times)
+        return EvictionQueue(self._policy)
+
+    def _use(self, page: HostPage, user: str) -> None:
         self._clock += 1
         page.last_use = self._clock
-        page.num_uses += 1
+        self._times.used(page, user)
 
     def _evict(self, page: HostPage) -> None:
         parent = page.parent
         self._remove(page)
         self.slots.release(page.slot)
+        self._times.left(page)
         if parent is not None:
             parent.last_use = max(parent.last_use, page.last_use)
-            parent.num_uses = max(parent.num_uses, page.num_uses)
             parent.priority = max(parent.priority, page.priority)
             self._queue.offer(parent)
 

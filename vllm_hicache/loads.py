@@ -171,7 +171,7 @@ class Loads:
             load.is_stale = True
         state.lacks_draft_state |= bool(pages[-1].gaps & self._page_blocks.draft_bits)
         self._host.pin(pages)
-        self._host.touch(pages[-1])
+        self._host.touch(pages[-1], user=state.request_id)
         self._planned.append(load)
         if load.is_async:
             self._landing.update(dict.fromkeys(hashes, load))

@@ -66,6 +66,7 @@ _TOP_TABLE = (
         "always",
         "whether a page that one request alone has used may take the place of one that several "
         "have used",
+        ("eviction=lru|lfu|slru|priority",),
     ),
     Option(
         "pin_max_percent",
@@ -76,9 +77,9 @@ _TOP_TABLE = (
     ),
     Option(
         "eviction",
-        kinds.choice("lru", "lfu", "slru", "priority"),
+        kinds.choice("next_use", "lru", "lfu", "slru", "priority"),
+        "next_use",
         "lru",
-        "slru",
         "which page leaves a full host pool first",
     ),
     Option(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from vllm_hicache.eviction import NEXT_USE
 from vllm_hicache.fetch import FetchPolicy
 from vllm_hicache.page_uses import POOLS_REMEMBERED, PageUses
 from vllm_hicache.pools import HitRules, KVGroup, Pool
@@ -57,7 +58,8 @@ class PlannerOptions:
 
     def page_uses(self) -> PageUses | None:
         """Who has to know how often pages are used; None where nothing depends on it."""
-        if self.admission == "always" and self.write_policy != "write_through_selective":
+        is_asked = self.admission != "always" and self.eviction != NEXT_USE
+        if not is_asked and self.write_policy != "write_through_selective":
             return None
         return PageUses(self.num_host_slots * POOLS_REMEMBERED)
 

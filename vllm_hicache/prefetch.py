@@ -438,7 +438,8 @@ class Prefetcher:
             page_hash = fetch.hashes[i]
             parent_hash = fetch.hashes[i - 1] if i else fetch.parent_hash
             parts = fetch.parts[i] if fetch.parts else 0
-            page = self._host.publish(page_hash, parent_hash, fetch.slots[i], parts)
+            user = fetch.tokens.request_id
+            page = self._host.publish(page_hash, parent_hash, fetch.slots[i], parts, user)
             fetch.num_published += 1
             self._num_slots -= 1
             if page is not None:

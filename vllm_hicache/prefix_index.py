@@ -28,6 +28,13 @@ class HostPage:
     pins: int = 0
     last_use: int = 0
     num_uses: int = 0
+    """Requests that used it, counted where it was the deepest page that they found."""
+    used_at: int = 0
+    """Clock of reuses at its last use."""
+    use_gap: int = 0
+    """Usual reuses between two uses of it; 0 before the second."""
+    last_user: str = ""
+    """Request that used it last."""
     priority: int = 0
     is_persisted: bool = False
     is_persisting: bool = False

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_hicache.block_tables import PageBlocks, Tables
+from vllm_hicache.block_tables import PageBlocks
 from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import RunningLoad
 from vllm_hicache.metrics import Metrics
+from vllm_hicache.page_runs import PageRun
 from vllm_hicache.page_uses import PageUses
 from vllm_hicache.plan import CopyList, CopyOp, group_copies
 from vllm_hicache.pools import KVGroup
@@ -24,23 +25,6 @@ if TYPE_CHECKING:
 MAX_PAGES_PER_SAVE = 64
 """Pages become visible one operation at a time; larger operations are seen later, smaller ones
 cost more messages. 64 pages of 256 tokens are one prefill of 16,384 tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageRun:
-    """Consecutive pages of one chain on the device that host lacks; ``first`` is a page number."""
-
-    hashes: tuple[bytes, ...]
-    parent_hash: bytes | None
-    first: int
-    tables: Tables
-    """The device blocks of these pages."""
-    parts: tuple[int, ...]
-    """Of each page, what the device has of it beyond what every page has."""
-    notes: tuple[object, ...]
-    priority: int
-    doubts: tuple[RunningLoad, ...]
-    """Loads that the bytes were computed on top of and that were not acknowledged then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +168,7 @@ class Saves:
             return
         if first and not state.num_saved_pages:
             used = self._host.index.pages_of(hashes[first - 1 : first])[0]
-            self._host.touch(used, state.priority)
+            self._host.touch(used, state.priority, state.request_id)
         stop = self._note_uses(state, hashes, first, last)
         had_pages, state.num_saved_pages = state.num_saved_pages, last
         if self._page_blocks.has_parts and had_pages < first:
@@ -235,15 +219,30 @@ class Saves:
         doubts: tuple[RunningLoad, ...],
     ) -> int:
         """Save pages ``[first, last)`` as far as there is room; returns up to where."""
+        if first >= last:
+            return first
+        gap = self._use_gap(state.tokens.page_hashes(first + 1), first)
         while first < last:
             stop = min(first + MAX_PAGES_PER_SAVE, last)
-            first += self.plan(self._run_of(state, first, stop, doubts), now)
+            first += self.plan(self._run_of(state, first, stop, doubts, gap), now)
             if first < stop:
                 break
         return first
 
+    def _use_gap(self, hashes: Sequence[bytes], first: int) -> int:
+        """Reuses until this chain is expected back, its page ``first`` being new to host."""
+        above = self._in_flight.get(hashes[first - 1]) if first else None
+        if above is not None:
+            return above.run.use_gap
+        return self._host.expected_gap(hashes[first], hashes[first - 1] if first else None)
+
     def _run_of(
-        self, state: RequestState, first: int, stop: int, doubts: tuple[RunningLoad, ...]
+        self,
+        state: RequestState,
+        first: int,
+        stop: int,
+        doubts: tuple[RunningLoad, ...],
+        use_gap: int = 0,
     ) -> PageRun:
         hashes = state.tokens.page_hashes(stop)
         tables = self._page_blocks.of_pages(state.tables, first, stop)
@@ -256,6 +255,8 @@ class Saves:
             parts=tuple(have & ~without for have in self._page_blocks.parts(tables, first, stop)),
             notes=tuple(state.tokens.note(i) for i in range(first, stop)),
             priority=state.priority,
+            user=state.request_id,
+            use_gap=use_gap,
             doubts=doubts,
         )
 
@@ -361,13 +362,13 @@ class Saves:
         self._new_save(run, [page.slot for page in pages], parts, now, completes=pages)
 
     def _take_slots(self, run: PageRun) -> list[int]:
-        """Slots for the leading pages; pages that one request alone has used may not take the
-        place of protected ones."""
+        """Slots for the leading pages; they may not take the place of pages of more worth."""
         parent = self._host.index.get(run.parent_hash) if run.parent_hash is not None else None
         anchor = [parent] if parent is not None else []
         num_shared = self._uses.num_shared(run.hashes) if self._uses is not None else None
         self._host.pin(anchor)
-        slots = self._host.allocate(len(run.hashes), num_shared)
+        slots = self._host.allocate(len(run.hashes), num_shared, run.use_gap)
+        self._host.note_refused(run.hashes[len(slots) :])
         self._host.unpin(anchor)
         return slots
 
@@ -472,7 +473,7 @@ class Saves:
         for page_hash, slot, parts, note in zip(
             run.hashes, save.slots[:intact], run.parts, run.notes, strict=False
         ):
-            page = self._host.publish(page_hash, parent_hash, slot, parts)
+            page = self._host.publish(page_hash, parent_hash, slot, parts, run.user)
             if page is not None:
                 page.note = note
                 page.priority = run.priority

@@ -12,9 +12,10 @@ from vllm_hicache.errors import InvariantBroken
 from vllm_hicache.host_tier import HostTier
 from vllm_hicache.loads import RunningLoad
 from vllm_hicache.metrics import Metrics
+from vllm_hicache.page_runs import PageRun
 from vllm_hicache.planner_options import PlannerOptions
 from vllm_hicache.request_state import DeviceQueue, RequestState
-from vllm_hicache.saves import MAX_PAGES_PER_SAVE, PageRun, Saves
+from vllm_hicache.saves import MAX_PAGES_PER_SAVE, Saves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,13 +206,16 @@ class WriteBack:
             if not block_ids or not is_same_block:
                 block_ids += page.block_ids
         doubts = {id(load): load for page in chain for load in page.doubts if load.is_ok is None}
+        parent_hash = first.hashes[first.number - 1] if first.number else None
         return PageRun(
             hashes=tuple(page.page_hash for page in chain),
-            parent_hash=first.hashes[first.number - 1] if first.number else None,
+            parent_hash=parent_hash,
             first=first.number,
             tables=(tuple(block_ids),),
             parts=(0,) * len(chain),
             notes=tuple(page.note for page in chain),
             priority=max(page.priority for page in chain),
+            user="",
+            use_gap=self._host.expected_gap(first.page_hash, parent_hash),
             doubts=tuple(doubts.values()),
         )

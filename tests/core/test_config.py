@@ -30,7 +30,11 @@ def test_defaults():
     config = _parse({})
     assert config.storage is None
     assert config.host_memory == HostMemory("auto", 0.8)
-    assert (config.page_size, config.eviction, config.prefetch_policy) == (None, "lru", "timeout")
+    assert (config.page_size, config.eviction, config.prefetch_policy) == (
+        None,
+        "next_use",
+        "timeout",
+    )
     storage = _parse({"storage": URL}).storage
     assert (storage.url, storage.scheme, storage.capacity_bytes) == (URL, "file", None)
     assert (storage.read_concurrency, storage.write_concurrency) == (16, 8)
@@ -176,6 +180,7 @@ def test_description_names_every_option_in_effect():
         "control_address": "unix:/run/x",
         "rank_consensus": "report",
         "write_policy": "write_through_selective",
+        "eviction": "lru",
     }
     described = _parse(extra).describe()
     assert list(described) == [*(option.name for option in TOP_OPTIONS), "storage"]

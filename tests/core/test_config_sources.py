@@ -174,6 +174,8 @@ def test_every_option_can_be_given_by_the_environment(name):
         env["CONTROL_ADDRESS"] = "unix:/run/hicache.sock"
     if any(need.startswith("rank_consensus=") for need in option.needs):
         env["RANK_CONSENSUS"] = "report"
+    if name == "admission":
+        env["EVICTION"] = "lru"
     if name == "save_after_uses":
         env["WRITE_POLICY"] = "write_through_selective"
     config = _parse({}, **env, **{option.env_name.removeprefix("HICACHE_"): text})

@@ -152,7 +152,10 @@ def test_flag_must_be_true_or_false(wrong):
 
 def test_unknown_choice_is_refused_with_the_choices():
     message = _refusal("eviction", "fifo")
-    assert message == 'eviction must be "lru" or "lfu" or "slru" or "priority", got "fifo"'
+    assert (
+        message
+        == 'eviction must be "next_use" or "lru" or "lfu" or "slru" or "priority", got "fifo"'
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,12 @@ OPTIONS = {
 def test_write_back_keeps_right_pages_while_all_blocks_are_reused_again_and_again(
     tiny_llama: Callable[..., Path], is_eager: bool
 ) -> None:
-    extra = {"write_policy": "write_back", "host_memory": "64MiB", "admission": "always"}
+    extra = {
+        "write_policy": "write_back",
+        "host_memory": "64MiB",
+        "eviction": "lru",
+        "admission": "always",
+    }
     prompts = [prompt_of(f"write back {i}", NUM_TOKENS) for i in range(NUM_PROMPTS)]
     dice = random.Random(7)
     with running(tiny_llama(), extra=extra, enforce_eager=is_eager, **OPTIONS) as engine:

@@ -104,7 +104,7 @@ def test_a_scan_of_four_pools_leaves_the_hot_set_in_host_with_the_default_settin
 
 
 def test_pinned_pages_stay_for_their_time_and_no_longer(tiny_llama: Callable[..., Path]) -> None:
-    with _engine(tiny_llama(), admission="always") as engine:
+    with _engine(tiny_llama(), eviction="lru", admission="always") as engine:
         pinned, plain = prompt_of("pinned", LENGTH), prompt_of("plain", LENGTH)
         hint = {"extra_args": {"kv_transfer_params": {"hicache": {"pin_s": 30}}}}
         engine.ask([pinned], **hint)

@@ -177,7 +177,7 @@ def _draw_options(
         block_size=block,
         num_host_slots=num_slots,
         page_bytes=(PAGE_BYTES,) * world_size,
-        eviction=rng.choice(("lru", "lfu", "slru", "priority")),
+        eviction=rng.choice(("next_use", "lru", "lfu", "slru", "priority")),
         fetch=FetchPolicy(
             kind=rng.choice(("timeout", "timeout", "best_effort", "wait_complete")),
             base_s=rng.choice((0.05, 0.5, 5.0)),
