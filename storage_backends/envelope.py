@@ -13,7 +13,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import xxhash
 
@@ -115,12 +115,26 @@ class HeaderCodec:
         fields = self._fields(item)
         return fields + self._checksum(fields, item.payload)
 
-    def is_valid(self, item: ShardObject, header: memoryview) -> bool:
-        """Whether header and payload are exactly what a writer of this object stored."""
+    def is_valid(
+        self, item: ShardObject, header: memoryview, on_the_way: RunningChecksum | None = None
+    ) -> bool:
+        """Whether header and payload are exactly what a writer of this object stored.
+
+        What was computed ``on_the_way`` is believed where it says yes and covers all bytes; else
+        the payload is read once more.
+        """
         fields = self._fields(item)
         if header[:_CHECKSUM_OFFSET] != fields:
             return False
-        return hmac.compare_digest(header[_CHECKSUM_OFFSET:], self._checksum(fields, item.payload))
+        found = header[_CHECKSUM_OFFSET:]
+        covers_all = on_the_way is not None and on_the_way.num_bytes == item.payload.nbytes
+        if covers_all and hmac.compare_digest(found, on_the_way.digest()):
+            return True
+        return hmac.compare_digest(found, self._checksum(fields, item.payload))
+
+    def begin(self, item: ShardObject) -> RunningChecksum:
+        """The checksum of this object, its payload still to come."""
+        return RunningChecksum(self._new_hash(self._fields(item)))
 
     def _fields(self, item: ShardObject) -> bytes:
         """Everything before the checksum: the bytes that a sound object must begin with."""
@@ -149,13 +163,41 @@ class HeaderCodec:
         )
 
     def _checksum(self, fields: bytes, payload: memoryview) -> bytes:
+        checksum = RunningChecksum(self._new_hash(fields))
+        checksum.add(payload)
+        return checksum.digest()
+
+    def _new_hash(self, fields: bytes) -> _Hash:
         if not self._key:
-            fast = xxhash.xxh3_128(fields)
-            fast.update(payload)
-            return fast.digest().ljust(_CHECKSUM_BYTES, b"\0")
-        keyed = hashlib.blake2b(fields, digest_size=_CHECKSUM_BYTES, key=self._key)
-        keyed.update(payload)
-        return keyed.digest()
+            return xxhash.xxh3_128(fields)
+        return hashlib.blake2b(fields, digest_size=_CHECKSUM_BYTES, key=self._key)
+
+
+class _Hash(Protocol):
+    def update(self, data: memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+class RunningChecksum:
+    """A checksum while the payload arrives; one thread at a time adds to it."""
+
+    def __init__(self, started: _Hash) -> None:
+        self._hash = started
+        self.num_bytes = 0
+        """Of the payload, so far."""
+        self.seconds = 0.0
+
+    def add(self, part: memoryview) -> None:
+        """The next bytes of the payload."""
+        started = time.perf_counter()
+        self._hash.update(part)
+        self.seconds += time.perf_counter() - started
+        self.num_bytes += part.nbytes
+
+    def digest(self) -> bytes:
+        """As a header has it."""
+        return self._hash.digest().ljust(_CHECKSUM_BYTES, b"\0")
 
 
 def _as_job(piece: Callable[[], R]) -> Callable[[Batch[R]], R]:
@@ -204,15 +246,17 @@ class CheckedStorage:
         fails it stays a miss at every further fetch. An object of another format version counts
         as missing and stays: to those who wrote it, it is sound.
         """
+        running = [self._codec.begin(item) for item in items]
         reads = [
-            ObjectRead(item.name, memoryview(bytearray(HEADER_BYTES)), item.payload)
-            for item in items
+            ObjectRead(item.name, memoryview(bytearray(HEADER_BYTES)), item.payload, checksum.add)
+            for item, checksum in zip(items, running, strict=True)
         ]
         outcomes = await self._backend.read(reads)
         present = [i for i, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
         verdicts = await self._in_threads(
-            [(self._verifier(items[i], reads[i].header), items[i].payload.nbytes) for i in present]
+            [self._verification(items[i], reads[i].header, running[i]) for i in present]
         )
+        self._counters.add(checksum_seconds=sum(checksum.seconds for checksum in running))
         valid = dict(zip(present, verdicts, strict=True))
         results = [
             FetchOutcome.OK if valid.get(i, False) else self._verdict(outcome, reads[i])
@@ -263,8 +307,13 @@ class CheckedStorage:
         """As `StorageBackend.oldest_running_s`, checksums included."""
         return max(self._backend.oldest_running_s(), self._threads.oldest_running_s())
 
-    def _verifier(self, item: ShardObject, header: memoryview) -> Callable[[], bool]:
-        return lambda: self._codec.is_valid(item, header)
+    def _verification(
+        self, item: ShardObject, header: memoryview, running: RunningChecksum
+    ) -> tuple[Callable[[], bool], int]:
+        """What says whether an object is sound, and the bytes that it will read for it."""
+        num_bytes = item.payload.nbytes
+        is_done = running.num_bytes == num_bytes
+        return lambda: self._codec.is_valid(item, header, running), 0 if is_done else num_bytes
 
     def _encoder(self, item: ShardObject) -> Callable[[], bytes]:
         return lambda: self._codec.encode(item)

@@ -48,6 +48,10 @@ COUNTERS = (
 )
 
 _PIECE_BYTES = 8 * 1024 * 1024  # 2 to 4 ms; between pieces a job notices that nobody waits
+_CHECKED_PIECE_BYTES = 2 * 1024 * 1024
+"""Of a read whose checksum is computed on the way: what a core's cache holds. Smaller pieces cost
+more calls, each of which takes the GIL. (One core of an EPYC, page cache: 14.1 GB/s without
+checksum, 9.4 with it afterwards, 10.6, 11.2, 11.4 with pieces of 0.25, 1 and 2 MiB.)"""
 _NAMES_PER_JOB = 64
 _QUESTION_THREADS = 4  # exists and delete do not queue behind reads and writes
 _TOUCH_AFTER_S = 60.0
@@ -265,11 +269,15 @@ class FileBackend:
             found = os.fstat(fd)
             if found.st_size != num_bytes or not stat.S_ISREG(found.st_mode):
                 return ReadOutcome.BAD_LENGTH
+            size = _PIECE_BYTES if read.on_part is None else _CHECKED_PIECE_BYTES
             done = 0
             while done < num_bytes and not batch.abandoned:
-                num_read = os.preadv(fd, _pieces(read.header, read.payload, done), done)
+                num_read = os.preadv(fd, _pieces(read.header, read.payload, done, size), done)
                 if num_read == 0:
                     return ReadOutcome.BAD_LENGTH
+                if read.on_part is not None and not batch.abandoned:
+                    first = max(0, done - read.header.nbytes)
+                    read.on_part(read.payload[first : done + num_read - read.header.nbytes])
                 done += num_read
             _make_young(fd, found)
         finally:
@@ -410,13 +418,17 @@ def _parts(names: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _pieces(
-    header: bytes | bytearray | memoryview, payload: memoryview, done: int
+    header: bytes | bytearray | memoryview,
+    payload: memoryview,
+    done: int,
+    num_bytes: int = _PIECE_BYTES,
 ) -> list[memoryview]:
-    """The views that one system call moves next, given how many bytes were moved before."""
+    """The views that one system call moves next, about so many bytes, given how many were moved
+    before."""
     if done < len(header):
-        return [memoryview(header)[done:], payload[:_PIECE_BYTES]]
+        return [memoryview(header)[done:], payload[:num_bytes]]
     first = done - len(header)
-    return [payload[first : first + _PIECE_BYTES]]
+    return [payload[first : first + num_bytes]]
 
 
 def _fill(temporary: TemporaryFile, write: ObjectWrite, batch: Batch[WriteOutcome]) -> bool:

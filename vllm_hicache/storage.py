@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_hicache.layout import Shard
 
@@ -57,6 +57,10 @@ class ObjectRead:
     name: str
     header: memoryview  # [HEADER_BYTES] uint8, writable
     payload: memoryview  # [payload_bytes] uint8, writable; usually a slice of the host pool
+    on_part: Callable[[memoryview], None] | None = None
+    """A backend that fills `payload` in order may call this with each part that it has filled,
+    from the thread that did, while the bytes are in the processor's cache: the checksum is then
+    computed on the way. It calls for all parts, once each and in order, or for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from vllm_hicache.storage_backends.envelope import (
     CHECKSUM_XXH3_128,
     CheckedStorage,
     HeaderCodec,
+    RunningChecksum,
     decode_header,
 )
 from vllm_hicache.storage_backends.file import FileBackend
@@ -244,20 +245,76 @@ async def test_log_names_what_is_wrong(tmp_path, caplog):
     assert "wrong checksum" in caplog.text
 
 
-async def test_large_payloads_are_summed_outside_the_loop(tmp_path, monkeypatch):
-    seen = {}
-    is_valid = HeaderCodec.is_valid
+async def test_files_are_summed_by_the_threads_that_read_them(tmp_path, monkeypatch):
+    on_main, add = [], RunningChecksum.add
 
-    def noting(self, item, header):
+    def noting(self, part):
+        on_main.append(threading.current_thread() is threading.main_thread())
+        add(self, part)
+
+    async with opened(tmp_path) as storage:
+        await storage.persist([item_of(1, payload_of(1, 5 << 20))])
+        monkeypatch.setattr(RunningChecksum, "add", noting)
+        before = storage.stats()["checksum_seconds"]
+        assert await storage.fetch([item_of(1, bytearray(5 << 20))]) == [FetchOutcome.OK]
+        assert storage.stats()["checksum_seconds"] > before
+    assert on_main == [False] * 3  # 2 MiB each, and nothing is read a second time
+
+
+def _reading(monkeypatch, tell):
+    """Let the file backend say of parts what ``tell`` makes of them."""
+    read = FileBackend.read
+
+    async def changed(self, reads):
+        outcomes = await read(self, [replace(one, on_part=None) for one in reads])
+        for one in reads:
+            tell(one)
+        return outcomes
+
+    monkeypatch.setattr(FileBackend, "read", changed)
+
+
+async def test_large_payloads_that_nobody_summed_are_summed_outside_the_loop(tmp_path, monkeypatch):
+    seen, is_valid = {}, HeaderCodec.is_valid
+
+    def noting(self, item, *others):
         seen[item.payload.nbytes] = threading.current_thread() is threading.main_thread()
-        return is_valid(self, item, header)
+        return is_valid(self, item, *others)
 
     monkeypatch.setattr(HeaderCodec, "is_valid", noting)
+    _reading(monkeypatch, lambda one: None)
     async with opened(tmp_path) as storage:
         items = [item_of(n, payload_of(n, 1000 * n)) for n in (1, 900)]
         await storage.persist(items)
-        await storage.fetch([item_of(n, bytearray(1000 * n)) for n in (1, 900)])
+        found = await storage.fetch([item_of(n, bytearray(1000 * n)) for n in (1, 900)])
+    assert found == [FetchOutcome.OK] * 2
     assert seen == {1000: True, 900_000: False}
+
+
+@pytest.mark.parametrize(
+    "parts", [(0, 0), (1, 0), (0,), (0, 1, 1), (1, 1)], ids=lambda parts: "".join(map(str, parts))
+)
+async def test_a_backend_that_tells_of_wrong_parts_costs_a_second_look_and_no_object(
+    tmp_path, monkeypatch, parts
+):
+    def tell(one):
+        half = one.payload.nbytes // 2
+        for part in parts:
+            one.on_part(one.payload[part * half : (part + 1) * half])
+
+    _reading(monkeypatch, tell)
+    async with opened(tmp_path) as storage:
+        await storage.persist([item_of(1, payload_of(1, 100_000))])
+        assert await storage.fetch([item_of(1, bytearray(100_000))]) == [FetchOutcome.OK]
+
+
+async def test_what_is_damaged_is_found_on_the_way_and_at_the_second_look(tmp_path):
+    async with opened(tmp_path) as storage:
+        await storage.persist([item_of(1, payload_of(1, 5 << 20))])
+        path = path_of(tmp_path, 1)
+        _flip(path, path.stat().st_size - 1)
+        assert await storage.fetch([item_of(1, bytearray(5 << 20))]) == [FetchOutcome.CORRUPT]
+        assert not path.exists()
 
 
 async def test_many_verified_fetches_at_once(tmp_path):
