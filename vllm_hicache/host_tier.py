@@ -89,7 +89,7 @@ class HostTier:
 
         num_proven  only the first so many may take the place of a protected page; where the
                     policy is ``priority`` or ``next_use``, that decides alone
-        use_gap     with ``next_use``: reuses until what comes is expected to be used. It takes
+        use_gap     with ``next_use``: requests until what comes is expected to be used. It takes
                     the place of reused pages only that are expected later; with 0 of none
 
         Gives less than it could while slots are about to come.
@@ -115,7 +115,7 @@ class HostTier:
         return taken
 
     def expected_gap(self, page_hash: bytes, parent_hash: bytes | None) -> int:
-        """Reuses until a page that is not in host is expected to be used, if it comes; 0 where
+        """Requests until a page that is not in host is expected to be used, if it comes; 0 where
         nothing tells."""
         parent = self.index.get(parent_hash) if parent_hash is not None else None
         return self._times.expected_gap(page_hash, parent)

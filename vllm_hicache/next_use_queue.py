@@ -51,7 +51,7 @@ class NextUseQueue:
         ticket = self._tickets[page] = self._next_ticket
         self._next_ticket += 1
         if page.use_gap:
-            heapq.heappush(self._overdue, (self._times.due_at(page), ticket, page))
+            heapq.heappush(self._overdue, (self._times.overdue_after(page), ticket, page))
             heapq.heappush(self._reused, (-(page.used_at + page.use_gap), -ticket, page))
         else:
             heapq.heappush(self._single, (page.last_use, ticket, page))
@@ -61,9 +61,9 @@ class NextUseQueue:
     def pop(self, latest: int | None = None) -> HostPage | None:
         """The page to evict next; None when no page is evictable, or all that are have been used
         several times and are expected to be used again at ``latest`` on the clock, or before."""
-        clock = self._times.clock
-        if self._overdue and self._overdue[0][0] < clock:
-            page = self._pop(self._overdue, clock)
+        reuses = self._times.reuses
+        if self._overdue and self._overdue[0][0] < reuses:
+            page = self._pop(self._overdue, reuses)
             if page is not None:
                 return page
         return self._pop(self._single) or self._pop(

@@ -22,6 +22,6 @@ class PageRun:
     user: str
     """Request that computed them; empty where it is gone."""
     use_gap: int
-    """Reuses until they are expected to be used again; 0 where nothing tells."""
+    """Requests until they are expected to be used again; 0 where nothing tells."""
     doubts: tuple[RunningLoad, ...]
     """Loads that the bytes were computed on top of and that were not acknowledged then."""

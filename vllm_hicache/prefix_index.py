@@ -30,9 +30,13 @@ class HostPage:
     num_uses: int = 0
     """Requests that used it, counted where it was the deepest page that they found."""
     used_at: int = 0
-    """Clock of reuses at its last use."""
+    """Requests before its last use."""
+    reuses_then: int = 0
+    """Those of them that reused something."""
     use_gap: int = 0
-    """Usual reuses between two uses of it; 0 before the second."""
+    """Usual requests between two uses of it; 0 before the second."""
+    reuse_gap: int = 0
+    """Those of them that reused something."""
     last_user: str = ""
     """Request that used it last."""
     priority: int = 0

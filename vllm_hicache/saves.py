@@ -230,7 +230,7 @@ class Saves:
         return first
 
     def _use_gap(self, hashes: Sequence[bytes], first: int) -> int:
-        """Reuses until this chain is expected back, its page ``first`` being new to host."""
+        """Requests until this chain is expected back, its page ``first`` being new to host."""
         above = self._in_flight.get(hashes[first - 1]) if first else None
         if above is not None:
             return above.run.use_gap

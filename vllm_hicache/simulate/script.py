@@ -191,7 +191,7 @@ def _draw_options(
             max_retries=rng.choice((0, 1, 8, 8)),
         ),
         persist_timeout_s=rng.choice((0.1, 0.5, 5.0)),
-        sync_load_max_s=rng.choice((0.0, 0.003)),
+        sync_load_max_s=rng.choice((0.0, 0.003, 0.003)),
         defer_max_blocks=rng.choice((0, 0, 0, 1, 100)),
         shares_device_pages=shares_device_pages,
         write_policy=rng.choice(("write_through",) * 3 + ("write_through_selective", "write_back")),

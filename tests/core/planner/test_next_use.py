@@ -95,10 +95,11 @@ def test_where_conversations_come_in_no_order_little_is_lost():
     assert next_use > 0.9 * lru
 
 
-def test_a_scan_of_four_pools_leaves_the_hot_set():
+@pytest.mark.parametrize("num_rounds", [2, 3, 5])
+def test_a_scan_of_four_pools_leaves_the_hot_set(num_rounds):
     pages, tier = _Pages(), HostTier(100, "next_use")
     hot = [pages.new(10) for _ in range(7)]
-    for number in range(3):
+    for number in range(num_rounds):
         for i, prompt in enumerate(hot):
             _serve(tier, f"{i}-{number}", prompt)
     for number in range(40):
@@ -156,9 +157,9 @@ def test_a_page_that_is_used_again_and_again_leaves_no_trail_in_the_queue():
 def _key(tier: HostTier, page: HostPage) -> tuple[int, int]:
     if not page.use_gap:
         return 1, page.last_use
-    due_at = page.used_at + OVERDUE * page.use_gap
-    if due_at < tier._times.clock:
-        return 0, due_at
+    overdue_after = page.reuses_then + max(OVERDUE * page.reuse_gap, page.use_gap)
+    if overdue_after < tier._times.reuses:
+        return 0, overdue_after
     return 2, -(page.used_at + page.use_gap)
 
 
