@@ -126,7 +126,7 @@ class SilentSide:
     def _submit(self, direction: Direction, op: CopyOp) -> None: ...
 
     @wraps(WorkerSide._publish)
-    def _publish(self, direction: Direction, op_id: int, is_ok: bool) -> None: ...
+    def _publish(self, direction: Direction, op_id: int, is_ok: bool, seconds: float) -> None: ...
 
     @wraps(WorkerSide.take_failed_requests)
     def take_failed_requests(self) -> set[str]:
@@ -136,9 +136,9 @@ class SilentSide:
         self.bind(plan)
         for op in plan.saves:
             self._submit(Direction.SAVE, op)
-            self._publish(Direction.SAVE, op.op_id, True)
+            self._publish(Direction.SAVE, op.op_id, True, 0.0)
         for op in (*plan.sync_loads, *plan.loads):
-            self._publish(Direction.LOAD, op.op_id, True)
+            self._publish(Direction.LOAD, op.op_id, True, 0.0)
         self.take_failed_requests()
         return pack_batch(self.recorder.take_batch())
 

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,8 +88,6 @@ class WorkerSide:
         self._last_plan = 0
         self._pending_saves: tuple[CopyOp, ...] = ()
         self._submitted = dict.fromkeys(Direction, 0)
-        self._last_end = dict.fromkeys(Direction, 0.0)
-        self._submit_times: dict[tuple[Direction, int], float] = {}
         self._failed_sync_blocks: set[int] = set()
         self._failed_loads: set[int] = set()
         self._is_asleep = False
@@ -326,7 +323,6 @@ class WorkerSide:
     def _submit(self, direction: Direction, op: CopyOp) -> None:
         if self.engine is None or self._is_asleep:
             raise InvariantBroken("a plan came while no KV caches are registered")
-        self._submit_times[direction, op.op_id] = time.monotonic()
         self._submitted[direction] = op.op_id
         if direction is Direction.LOAD and self.layers is not None:
             self.layers.add(op)
@@ -356,17 +352,14 @@ class WorkerSide:
 
     # A copy that fails on one worker only is no divergence: the join makes it fail on all.
     @checked(stream="finish {direction}", key="op_id", shown="is_ok")
-    def _publish(self, direction: Direction, op_id: int, is_ok: bool) -> None:
+    def _publish(self, direction: Direction, op_id: int, is_ok: bool, seconds: float) -> None:
         """On the copy thread of the direction."""
-        now = time.monotonic()
-        began = max(self._submit_times.pop((direction, op_id), now), self._last_end[direction])
-        self._last_end[direction] = now
         if direction is Direction.LOAD:
             if not is_ok:
                 self._failed_loads.add(op_id)
             is_ok = op_id not in self._failed_loads
         if self._board is not None:
-            self._board.publish(direction, op_id, is_ok, now - began)
+            self._board.publish(direction, op_id, is_ok, seconds)
 
     # Sleep ---------------------------------------------------------------------------------------
 

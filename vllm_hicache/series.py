@@ -200,7 +200,9 @@ _GAUGES = (
     _gauge("host_pools_short", "Workers that did not get the memory for all host slots."),
     _gauge("host_slots_used", "Host slots that hold a page or are being filled."),
     _gauge("host_slots_pinned", "Host slots that cannot be evicted now."),
-    _gauge("host_slots_protected", "Host slots whose page `admission` protects; 0 with `next_use`."),
+    _gauge(
+        "host_slots_protected", "Host slots whose page `admission` protects; 0 with `next_use`."
+    ),
     _gauge("host_slots_kept", "Host slots whose page a request asked to keep."),
     _gauge("device_blocks_held", "Device blocks held until their copy is done."),
     _gauge("operations_running", "Operations that have not ended.", "kind", OPERATION_KINDS),

@@ -24,7 +24,7 @@ from vllm_hicache.tiers import Direction
 logger = logging.getLogger(__name__)
 
 
-Publish = Callable[[Direction, int, bool], None]
+Publish = Callable[[Direction, int, bool, float], None]
 Copies = tuple[np.ndarray, ...]
 """One list per KV cache group: [n, 4] int32 rows (host slot, granule in page, block id, granule in
 block)."""
@@ -47,9 +47,11 @@ class Copier(Protocol):
 class CopyEngine:
     """Copies between device blocks and host slots, in order within each direction.
 
-    ``publish(direction, op_id, ok)`` is called in that order, from the direction's thread, once
-    nothing touches the operation's blocks and slots any more; a failed copy is published with
+    ``publish(direction, op_id, ok, seconds)`` is called in that order, from the direction's thread,
+    once nothing touches the operation's blocks and slots any more; a failed copy is published with
     ``ok`` False in its place. It must be quick, must not raise and must not call the engine.
+    ``seconds`` are those of the copy alone: without other copies of its direction before it, and
+    without the forward that its fence waits for.
     """
 
     def __init__(
@@ -141,7 +143,10 @@ class _Lane:
     """One direction: a queue, a thread and, on a CUDA device, a stream."""
 
     def __init__(
-        self, publish: Callable[[int, bool], None], device: torch.device, direction: Direction
+        self,
+        publish: Callable[[int, bool, float], None],
+        device: torch.device,
+        direction: Direction,
     ) -> None:
         self._publish = publish
         self._device = device
@@ -210,43 +215,50 @@ class _Lane:
         # vLLM makes its KV buffer in inference mode; only in that mode may it be written.
         with torch.inference_mode():
             while (operation := self._queue.get()) is not None:
-                ok = not self._is_abandoned and self._attempt(operation)
-                self._finish(operation.op_ids, ok)
+                seconds = None if self._is_abandoned else self._attempt(operation)
+                self._finish(operation.op_ids, seconds)
 
-    def _finish(self, op_ids: tuple[int, ...], ok: bool) -> None:
+    def _finish(self, op_ids: tuple[int, ...], seconds: float | None) -> None:
+        ok, seconds = seconds is not None, seconds or 0.0
         with self._changed:
             for op_id in op_ids:
                 if not self._is_abandoned:
-                    self._publish(op_id, ok)
+                    self._publish(op_id, ok, seconds)
+                seconds = 0.0  # those that run as one took it together
                 self._outstanding.popleft()
             self._enqueued = None
             self._changed.notify_all()
 
-    def _attempt(self, operation: _Operation) -> bool:
-        """Copy and wait for the end. After False, too, nothing of the operation still runs."""
+    def _attempt(self, operation: _Operation) -> float | None:
+        """Copy, wait for the end and return the seconds of the copy; None where it failed. Then,
+        too, nothing of the operation still runs."""
         try:
-            if self._stream is None:
-                operation.run()
-            else:
-                self._copy_on_stream(operation, self._stream)
+            if self._stream is not None:
+                return self._copy_on_stream(operation, self._stream)
+            started = time.monotonic()
+            operation.run()
+            return time.monotonic() - started
         except Exception:
             shown = ", ".join(map(str, operation.op_ids))
             logger.exception("Copy %s of %d granules failed", shown, operation.num_granules)
             self._settle()
-            return False
-        return True
+            return None
 
-    def _copy_on_stream(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
+    def _copy_on_stream(self, operation: _Operation, stream: torch.cuda.Stream) -> float:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             if operation.fence is not None:
                 stream.wait_event(operation.fence)
+            start = torch.cuda.Event(enable_timing=True)
+            start.record(stream)  # reached by the device when the forward before is done
             operation.run()
-            end = torch.cuda.Event(blocking=True)  # sleeps instead of spinning on a core
+            # Waiting for it sleeps instead of spinning on a core.
+            end = torch.cuda.Event(enable_timing=True, blocking=True)
             end.record(stream)
         with self._changed:
             self._enqueued = end
             self._changed.notify_all()
         end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
     def _settle(self) -> None:
         """Wait for what a failed copy may have left running on any stream of the device."""

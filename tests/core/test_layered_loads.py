@@ -39,7 +39,7 @@ class Rig:
         self.engine = CopyEngine(
             Idle(),
             self.pool,
-            publish=lambda *outcome: self.published.append(outcome),
+            publish=lambda *outcome: self.published.append(outcome[:3]),
             device=torch.device("cpu"),
         )
         self.permits = threading.Semaphore(0)
@@ -183,7 +183,7 @@ def test_the_forward_waits_on_the_device_alone_and_gets_each_layer_behind_the_fe
     spans = LayerSpans(kv, DeviceGroup(0, 64, (layers,)), layout)
     published: list[tuple[Direction, int, bool]] = []
     engine = CopyEngine(
-        Idle(), pool, publish=lambda *one: published.append(one), device=torch.device("cuda", 0)
+        Idle(), pool, publish=lambda *one: published.append(one[:3]), device=torch.device("cuda", 0)
     )
     rows = np.array([[slot, 0, 7 - slot, 0] for slot in range(7)], dtype=np.int32)
     torch.cuda._sleep(400_000_000)

@@ -66,15 +66,20 @@ class Rig:
         self.pool = HostPool(4, [LAYOUT.slot_stride], device=self.device)
         assert [self.pool.make_ready(piece) for piece in self.pool.pieces] == [""]
         self.published = []
+        self.seconds = []
         group = DeviceGroup(0, 4, (layers,))
         copier = PoolsCopier([PageCopier(self.kv, [group], LAYOUT)])
         self.gate = Gate(copier) if gated else None
         self.engine = CopyEngine(
             self.gate or copier,
             self.pool,
-            publish=lambda *outcome: self.published.append(outcome),
+            publish=self._note,
             device=self.device,
         )
+
+    def _note(self, direction, op_id, is_ok, seconds):
+        self.published.append((direction, op_id, is_ok))
+        self.seconds.append(seconds)
 
     def page(self, block):
         """Bytes of a block in page order: layer after layer."""
@@ -134,7 +139,7 @@ def test_copier_gets_the_lists_of_all_groups_and_the_regions_of_all_pools(caplog
     engine = CopyEngine(
         copier,
         pool,
-        publish=lambda *outcome: published.append(outcome),
+        publish=lambda *outcome: published.append(outcome[:3]),
         device=torch.device("cpu"),
     )
     copies = (*_copy(0, 1), *_copy(1, 2), *NOTHING)
@@ -159,6 +164,32 @@ def test_failure_is_published_in_its_place_and_later_copies_go_on(make_rig, devi
     assert torch.equal(rig.slot(1), rig.page(2))
     assert "Copy 1 of 1 granules failed" in caplog.text
     assert "is not below" in caplog.text
+
+
+def test_the_seconds_of_a_copy_are_not_those_it_stood_in_line(make_rig):
+    rig = make_rig(gated=True)
+    for op_id in range(3):
+        rig.engine.submit(SAVE, op_id, _copy(op_id, 1))
+    rig.gate.started.get(timeout=10)
+    time.sleep(0.2)  # the first one runs, the others wait for it
+    rig.gate.open(3)
+    assert rig.engine.wait(SAVE, 2, 10)
+    first, *others = rig.seconds
+    assert first >= 0.2
+    assert max(others) < 0.1
+
+
+@pytest.mark.gpu
+def test_the_seconds_of_a_copy_are_not_those_of_the_forward_before_it(make_rig):
+    rig = make_rig("cuda")
+    rig.engine.submit(LOAD, 0, _copy(0, 1), rig.engine.fence())
+    assert rig.engine.wait(LOAD, 0, 10)
+    started = time.monotonic()
+    torch.cuda._sleep(1_000_000_000)  # half a second and more
+    rig.engine.submit(LOAD, 1, _copy(0, 1), rig.engine.fence())
+    assert rig.engine.wait(LOAD, 1, 10)
+    assert time.monotonic() - started > 0.3
+    assert 0 < rig.seconds[1] < 0.05
 
 
 def test_submit_returns_while_a_copy_runs_and_nothing_is_published_early(make_rig):
