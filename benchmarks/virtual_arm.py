@@ -1,0 +1,133 @@
+"""One arm of the modelled benchmark, in a process of its own:
+``python -P -m vllm_hicache.benchmarks.virtual_arm PLAN RESULT``.
+
+The plan is a JSON file with the engine, the conversations and the seconds between their turns.
+"""
+
+import heapq
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from vllm_hicache.benchmarks.conversations import Conversation, Conversations
+from vllm_hicache.benchmarks.virtual_clock import VirtualClock
+from vllm_hicache.benchmarks.virtual_engine import ANSWER_TOKEN, VirtualAnswer, VirtualEngine
+from vllm_hicache.benchmarks.virtual_scheduler import VirtualPlan
+from vllm_hicache.tiers import Direction
+
+ARRIVAL_GAP_S = 1e-4
+"""Between the first turns of two conversations: they come in order."""
+
+
+def hold_conversations(
+    engine: VirtualEngine, clock: VirtualClock, work: Conversations, think_s: float
+) -> list[VirtualAnswer]:
+    """All turns of all conversations, each asked ``think_s`` after the answer to the one before."""
+    systems = [work.system_prompt(group) for group in range(work.groups)]
+    talks = [Conversation(i, systems[work.group_of(i)]) for i in range(work.num_conversations)]
+    due = [(clock.now_s + talk.number * ARRIVAL_GAP_S, talk.number) for talk in talks]
+    running: dict[int, VirtualAnswer] = {}
+    answers: list[VirtualAnswer] = []
+    while due or running:
+        while due and due[0][0] <= clock.now_s:
+            asked_s, number = heapq.heappop(due)
+            prompt = talks[number].ask(work.message(number, talks[number].turn))
+            running[number] = engine.ask(prompt, work.answer_tokens, asked_s)
+            answers.append(running[number])
+        if not engine.has_work:
+            if not due:
+                raise RuntimeError(f"the engine rests, but {len(running)} answers are missing")
+            clock.wait_until(due[0][0])
+            continue
+        engine.step()
+        for number in [number for number, answer in running.items() if answer.is_done]:
+            del running[number]
+            talks[number].hear((ANSWER_TOKEN,) * work.answer_tokens)
+            if talks[number].turn < work.turns:
+                heapq.heappush(due, (clock.now_s + think_s, number))
+    return answers
+
+
+def check_answers(answers: list[VirtualAnswer], work: Conversations) -> None:
+    """Raises RuntimeError where the run was none of this workload."""
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    if prompt_tokens != work.prompt_tokens:
+        raise RuntimeError(f"{prompt_tokens:,} prompt tokens, not {work.prompt_tokens:,}")
+    for answer in answers:
+        found = answer.device_tokens + answer.host_tokens + answer.computed_tokens
+        if len(answer.token_times) != work.answer_tokens or found != answer.prompt_tokens:
+            raise RuntimeError(f"an answer is not whole: {answer}")
+        # vLLM computes the last token again where the whole prompt was found.
+        if not 0 <= answer.again_tokens <= (sys.maxsize if answer.preemptions else 1):
+            raise RuntimeError(f"an answer took {answer.again_tokens} tokens too many: {answer}")
+
+
+def run(
+    plan: VirtualPlan, work: Conversations, think_s: float, folder: Path
+) -> dict[str, Any]:
+    """What an arm gave, in JSON's types; seconds are those of the model but for ``real_s``."""
+    clock = VirtualClock()
+    began_s, real_began_s = clock.now_s, time.perf_counter()
+    with clock.replacing_monotonic():
+        engine = VirtualEngine(plan, clock, folder)
+        try:
+            answers = hold_conversations(engine, clock, work, think_s)
+            wall_s = clock.now_s - began_s
+            while engine.has_work:  # what frees blocks late
+                engine.step()
+            engine.check_end()
+        finally:
+            engine.close()
+    check_answers(answers, work)
+    return {
+        **summary(answers),
+        "wall_s": wall_s,
+        "device_busy_s": engine.busy_s,
+        "stalled_s": engine.stalled_s,
+        "steps": engine.num_steps,
+        "loaded_bytes": engine.link.num_bytes[Direction.LOAD],
+        "saved_bytes": engine.link.num_bytes[Direction.SAVE],
+        "real_s": time.perf_counter() - real_began_s,
+    }
+
+
+def summary(answers: list[VirtualAnswer]) -> dict[str, Any]:
+    """Times of all answers, and their prompt tokens by where they came from."""
+    ttfts_s = sorted(answer.ttft_s for answer in answers)
+    gaps_s = [
+        late - early
+        for answer in answers
+        for early, late in zip(answer.token_times, answer.token_times[1:], strict=False)
+    ]
+    return {
+        "answers": len(answers),
+        "output_tokens": sum(answer.answer_tokens for answer in answers),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
+        "device_tokens": sum(answer.device_tokens for answer in answers),
+        "host_tokens": sum(answer.host_tokens for answer in answers),
+        "computed_tokens": sum(answer.computed_tokens for answer in answers),
+        "again_tokens": sum(answer.again_tokens for answer in answers),
+        "preemptions": sum(answer.preemptions for answer in answers),
+        "ttft_mean_s": mean(ttfts_s),
+        "ttft_p50_s": ttfts_s[len(ttfts_s) // 2],
+        "ttft_p90_s": ttfts_s[len(ttfts_s) * 9 // 10],
+        "inter_token_mean_s": mean(gaps_s) if gaps_s else 0.0,
+    }
+
+
+def main() -> None:
+    """Read the plan, run, write the result."""
+    plan_path, result_path = map(Path, sys.argv[1:])
+    table = json.loads(plan_path.read_text())
+    plan, work = VirtualPlan(**table["plan"]), Conversations(**table["conversations"])
+    with tempfile.TemporaryDirectory(prefix="hicache-model-") as folder:
+        result = run(plan, work, table["think_s"], Path(folder))
+    result_path.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
