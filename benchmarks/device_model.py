@@ -10,9 +10,9 @@ from vllm_hicache.tiers import Direction
 
 TOKEN_S = 23.0e-6
 PAIR_S = 0.84e-9
-"""Seconds to compute a token, and for each pair of a token and one before it. Cold prompts of 8,192,
-32,768 and 65,536 tokens took 210, 1,206 and 3,314 ms ("Restore on one H200"): 23.0 us a token and
-0.42 ms for the square of each thousand tokens, within 4 %."""
+"""Seconds to compute a token, and for each pair of a token and one before it. Cold prompts of
+8,192, 32,768 and 65,536 tokens took 210, 1,206 and 3,314 ms ("Restore on one H200"): 23.0 us a
+token and 0.42 ms for the square of each thousand tokens, within 4 %."""
 
 WEIGHTS_S = 4.8e-3
 """A step is not shorter: it reads all weights. Requests of 640 tokens decoded in steps of 4.84 ms

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="more options of an arm's connector; may be repeated",
     )
     add("--seed", type=int, default=0, help="of all prompts")
-    add("--jobs", type=_count, default=1, help="arms at once; changes no result")
     add("--out", type=Path, help="folder for modelled_multiturn.json")
     options = parser.parse_args(arguments)
     try:
@@ -129,37 +127,29 @@ def make_plans(options: argparse.Namespace) -> list[Result]:
 
 def run_arms(options: argparse.Namespace) -> tuple[dict[str, Result], dict[str, str]]:
     """Arm -> what it gave, and arm -> why it gave nothing. One that fails ends no other."""
-
-    def run(plan: Result) -> Result | str:
-        return _run_arm(plan, options)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = list(pool.map(run, options.plans))
-    found = {plan["arm"]: outcome for plan, outcome in zip(options.plans, outcomes, strict=True)}
-    results = {arm: outcome for arm, outcome in found.items() if not isinstance(outcome, str)}
-    return results, {arm: outcome for arm, outcome in found.items() if isinstance(outcome, str)}
-
-
-def _run_arm(plan: Result, options: argparse.Namespace) -> Result | str:
+    work = asdict(conversations_of(options))
+    tasks = [
+        {"plan": plan, "conversations": work, "think_s": options.think_s} for plan in options.plans
+    ]
+    results, failures = {}, {}
     with tempfile.TemporaryDirectory(prefix="hicache-model-") as name:
-        plan_path, result_path = Path(name) / "plan.json", Path(name) / "result.json"
-        work = asdict(conversations_of(options))
-        task = {"plan": plan, "conversations": work, "think_s": options.think_s}
-        plan_path.write_text(json.dumps(task))
+        folder = Path(name)
+        (folder / "tasks.json").write_text(json.dumps(tasks))
         module = "vllm_hicache.benchmarks.virtual_arm"
-        run = subprocess.run(
-            [sys.executable, "-P", "-m", module, str(plan_path), str(result_path)],
+        subprocess.run(
+            [sys.executable, "-P", "-m", module, str(folder / "tasks.json"), name],
             # The order of sets of names would differ from run to run.
             env={**os.environ, "PYTHONHASHSEED": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
             check=False,
         )
-        if run.returncode:
-            sys.stderr.write(run.stderr)
-            return (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
-        result: Result = json.loads(result_path.read_text())
-    return result
+        for number, plan in enumerate(options.plans):
+            path = folder / f"{number}.json"
+            found = json.loads(path.read_text()) if path.exists() else {"failure": "it died"}
+            if "failure" in found:
+                failures[plan["arm"]] = found["failure"]
+            else:
+                results[plan["arm"]] = found
+    return results, failures
 
 
 def report(results: dict[str, Result]) -> str:

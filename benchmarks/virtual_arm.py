@@ -1,11 +1,12 @@
-"""One arm of the modelled benchmark, in a process of its own:
-``python -P -m vllm_hicache.benchmarks.virtual_arm PLAN RESULT``.
+"""The arms of the modelled benchmark, each in a process of its own:
+``python -P -m vllm_hicache.benchmarks.virtual_arm TASKS FOLDER``.
 
-The plan is a JSON file with the engine, the conversations and the seconds between their turns.
+The tasks are a JSON file: for each arm its engine, the conversations and the seconds between turns.
 """
 
 import heapq
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -66,9 +67,7 @@ def check_answers(answers: list[VirtualAnswer], work: Conversations) -> None:
             raise RuntimeError(f"an answer took {answer.again_tokens} tokens too many: {answer}")
 
 
-def run(
-    plan: VirtualPlan, work: Conversations, think_s: float, folder: Path
-) -> dict[str, Any]:
+def run(plan: VirtualPlan, work: Conversations, think_s: float, folder: Path) -> dict[str, Any]:
     """What an arm gave, in JSON's types; seconds are those of the model but for ``real_s``."""
     clock = VirtualClock()
     began_s, real_began_s = clock.now_s, time.perf_counter()
@@ -119,14 +118,27 @@ def summary(answers: list[VirtualAnswer]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Read the plan, run, write the result."""
-    plan_path, result_path = map(Path, sys.argv[1:])
-    table = json.loads(plan_path.read_text())
-    plan, work = VirtualPlan(**table["plan"]), Conversations(**table["conversations"])
-    with tempfile.TemporaryDirectory(prefix="hicache-model-") as folder:
-        result = run(plan, work, table["think_s"], Path(folder))
+def run_task(task: dict[str, Any], result_path: Path) -> None:
+    """Run one arm and write what it gave, or why it gave nothing."""
+    plan, work = VirtualPlan(**task["plan"]), Conversations(**task["conversations"])
+    try:
+        with tempfile.TemporaryDirectory(prefix="hicache-model-") as folder:
+            result = run(plan, work, task["think_s"], Path(folder))
+    except BaseException as error:
+        result_path.write_text(json.dumps({"failure": f"{type(error).__name__}: {error}"}))
+        raise
     result_path.write_text(json.dumps(result))
+
+
+def main() -> None:
+    """Run all tasks of a file, one after another; ``FOLDER/0.json`` is the result of the first."""
+    tasks = json.loads(Path(sys.argv[1]).read_text())
+    context = multiprocessing.get_context("fork")  # vLLM is imported once for all of them
+    for number, task in enumerate(tasks):
+        arguments = (task, Path(sys.argv[2]) / f"{number}.json")
+        process = context.Process(target=run_task, args=arguments)
+        process.start()
+        process.join()
 
 
 if __name__ == "__main__":

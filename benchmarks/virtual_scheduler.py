@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_hicache.benchmarks.arms import CONNECTORS
 from vllm_hicache.benchmarks.device_model import HostLink
 from vllm_hicache.benchmarks.model_shapes import LLAMA_8B, kv_bytes_per_token
 from vllm_hicache.benchmarks.virtual_workers import (
@@ -41,6 +42,7 @@ class VirtualPlan:
     """One engine; its model has the Llama-8B shape."""
 
     arm: str
+    """What its result is called."""
     connector: str
     """vLLM's name of it; empty for none."""
     connector_options: dict[str, Any] = field(default_factory=dict)
@@ -54,10 +56,6 @@ class VirtualPlan:
     """Prompt and answer."""
     num_requests: int = 32
     """At once."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For a file; ``VirtualPlan(**plan)`` makes it again."""
-        return asdict(self)
 
 
 def make_scheduler(
@@ -81,22 +79,16 @@ def make_scheduler(
         num_layers=LLAMA_8B["num_hidden_layers"],
         host_bytes=plan.host_bytes,
     )
-    if plan.arm == "none":
+    if not plan.connector:
         return scheduler, NoConnector()
-    if plan.arm == "native":
+    if plan.connector == CONNECTORS["native"]:
         return scheduler, NativeWorker(link, sizes)
-    if plan.arm == "simple":
+    if plan.connector == CONNECTORS["simple"]:
         return scheduler, SimpleWorker(link, sizes)
     options = HiCacheConfig.parse(plan.connector_options)
     worker = HiCacheWorker(
         link,
-        CopySizes(
-            block_size=sizes.block_size,
-            page_size=model_pools(config, cache_config, options).page_size,
-            token_bytes=sizes.token_bytes,
-            num_layers=sizes.num_layers,
-            host_bytes=sizes.host_bytes,
-        ),
+        replace(sizes, page_size=model_pools(config, cache_config, options).page_size),
         is_layerwise=options.load_mode == "layerwise",
     )
     scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.hello()})
