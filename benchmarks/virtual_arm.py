@@ -7,9 +7,11 @@ The tasks are a JSON file: for each arm its engine, the conversations and the se
 import heapq
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -131,13 +133,22 @@ def run_task(task: dict[str, Any], result_path: Path) -> None:
 
 
 def main() -> None:
-    """Run all tasks of a file, one after another; ``FOLDER/0.json`` is the result of the first."""
-    tasks = json.loads(Path(sys.argv[1]).read_text())
+    """Run all tasks of a file, as many at once as there are cores; ``FOLDER/0.json`` is the result
+    of the first."""
+    tasks, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     context = multiprocessing.get_context("fork")  # vLLM is imported once for all of them
-    for number, task in enumerate(tasks):
-        arguments = (task, Path(sys.argv[2]) / f"{number}.json")
-        process = context.Process(target=run_task, args=arguments)
+    processes = [
+        context.Process(target=run_task, args=(task, folder / f"{number}.json"))
+        for number, task in enumerate(tasks)
+    ]
+    running: list[Any] = []
+    for process in processes:
+        if len(running) == len(os.sched_getaffinity(0)):
+            ended = wait([other.sentinel for other in running])
+            running = [other for other in running if other.sentinel not in ended]
         process.start()
+        running.append(process)
+    for process in running:
         process.join()
 
 

@@ -89,7 +89,6 @@ class HiCacheWorker(NoConnector):
         self._running: dict[Direction, deque[tuple[int, float, float]]] = {
             direction: deque() for direction in Direction
         }
-        self._last_end_s = dict.fromkeys(Direction, 0.0)
 
     def hello(self) -> WorkerHello:
         """What a worker says first, of a model with full attention."""
@@ -123,18 +122,18 @@ class HiCacheWorker(NoConnector):
             raise RuntimeError(f"no copy fails here, but these did: {plan.failed_requests}")
         start_s = launch.free_s
         for op in plan.sync_loads:
-            end_s = self._copy(Direction.LOAD, op, launch.now_s, launch.free_s)
+            end_s = self._copy(Direction.LOAD, op, launch.free_s)
             if self._is_layerwise:  # the forward waits for the first layer, then for each in turn
                 share = 1 - 1 / self._sizes.num_layers
                 end_s -= share * self._link.copying_s(self._num_bytes(op))
             start_s = max(start_s, end_s)
         for op in plan.loads:
-            self._copy(Direction.LOAD, op, launch.now_s, launch.free_s)
+            self._copy(Direction.LOAD, op, launch.free_s)
         return start_s
 
     def after_forward(self, metadata: Any, launch: Launch, end_s: float) -> None:
         for op in metadata.plan.saves:
-            self._copy(Direction.SAVE, op, launch.now_s, end_s)
+            self._copy(Direction.SAVE, op, end_s)
 
     def report(self, metadata: Any, launch: Launch) -> KVConnectorOutput | None:
         meta = ReportMetadata({0: self._board.read()}, metadata.plan.number)
@@ -149,12 +148,10 @@ class HiCacheWorker(NoConnector):
     def close(self) -> None:
         self._board.close()
 
-    def _copy(self, direction: Direction, op: CopyOp, now_s: float, ready_s: float) -> float:
-        """Busy is, as of a real worker, from being handed over or from the end of the last one."""
-        end_s = self._link.copy(direction, self._num_bytes(op), ready_s)
-        busy_s = end_s - max(now_s, self._last_end_s[direction])
-        self._last_end_s[direction] = end_s
-        self._running[direction].append((op.op_id, end_s, busy_s))
+    def _copy(self, direction: Direction, op: CopyOp, ready_s: float) -> float:
+        num_bytes = self._num_bytes(op)
+        end_s = self._link.copy(direction, num_bytes, ready_s)
+        self._running[direction].append((op.op_id, end_s, self._link.copying_s(num_bytes)))
         return end_s
 
     def _num_bytes(self, op: CopyOp) -> int:

@@ -61,41 +61,40 @@ def h200_arms():
     wrong = ["--arm-options", 'simple={"cpu_bytes_to_use": "plenty"}']
     options = modelled_multiturn.parse_options(["--arms", "simple,none,native,hicache", *wrong])
     ours = options.plans[-1]
-    loads_all = {**ours["connector_options"], "skip_slow_loads": False}
-    options.plans.append({**ours, "arm": "loads all", "connector_options": loads_all})
+    crowded = {**ours["connector_options"], "host_memory": 24 << 30}
+    few = {"host_bytes": 24 << 30, "connector_options": crowded}
+    options.plans.append({**ours, "arm": "24 GiB", **few})
     return modelled_multiturn.run_arms(options)
 
 
 def test_an_arm_that_fails_is_told_and_ends_no_other(h200_arms):
     results, failures = h200_arms
-    assert results.keys() == {"none", "native", "hicache", "loads all"}
+    assert results.keys() == {"none", "native", "hicache", "24 GiB"}
     assert failures.keys() == {"simple"}
     assert "plenty" in failures["simple"]
 
 
-def _assert_serves_a_crowd(ours, native):
+def test_a_crowd_gets_as_much_from_host_as_of_vllms_connector_and_no_later(h200_arms):
+    """Rules that fail under load only: waits of a copy that count as its time, loads that are
+    given up because a full device has no blocks."""
+    results, _ = h200_arms
+    ours, native = results["hicache"], results["native"]
     assert native["host_tokens"] > 0.3 * native["prompt_tokens"]
-    assert ours["host_tokens"] >= 0.95 * native["host_tokens"]
-    assert ours["ttft_mean_s"] <= 1.02 * native["ttft_mean_s"]
+    assert ours["host_tokens"] >= native["host_tokens"]
+    assert ours["ttft_mean_s"] <= native["ttft_mean_s"]
+    assert ours["wall_s"] <= native["wall_s"]
 
 
-def test_a_crowd_whose_loads_are_held_up_gets_as_much_from_host_as_of_vllms_connector(h200_arms):
+def test_where_not_all_fits_what_comes_next_is_kept(h200_arms):
+    """With the least recently used page leaving first, 4 % came from host."""
     results, _ = h200_arms
-    _assert_serves_a_crowd(results["loads all"], results["native"])
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="a load's time counts from before the steps that it waits for, and so seems slow",
-)
-def test_a_crowd_that_loads_only_what_is_faster_gets_as_much_from_host(h200_arms):
-    results, _ = h200_arms
-    _assert_serves_a_crowd(results["hicache"], results["native"])
+    crowded = results["24 GiB"]
+    assert 0.11 < crowded["host_tokens"] / crowded["prompt_tokens"] < 0.3
 
 
 def test_host_memory_makes_a_crowd_of_conversations_half_as_fast_again(h200_arms):
     results, _ = h200_arms
-    for arm in ("native", "loads all"):
+    for arm in ("native", "hicache"):
         assert 1.5 * results[arm]["wall_s"] <= results["none"]["wall_s"]
 
 
