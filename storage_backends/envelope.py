@@ -127,9 +127,10 @@ class HeaderCodec:
         if header[:_CHECKSUM_OFFSET] != fields:
             return False
         found = header[_CHECKSUM_OFFSET:]
-        covers_all = on_the_way is not None and on_the_way.num_bytes == item.payload.nbytes
-        if covers_all and hmac.compare_digest(found, on_the_way.digest()):
-            return True
+        if on_the_way is not None and on_the_way.covers(item):
+            is_sound = hmac.compare_digest(found, on_the_way.digest())
+            if is_sound:
+                return True
         return hmac.compare_digest(found, self._checksum(fields, item.payload))
 
     def begin(self, item: ShardObject) -> RunningChecksum:
@@ -194,6 +195,10 @@ class RunningChecksum:
         self._hash.update(part)
         self.seconds += time.perf_counter() - started
         self.num_bytes += part.nbytes
+
+    def covers(self, item: ShardObject) -> bool:
+        """Whether as many bytes came as the payload has."""
+        return self.num_bytes == item.payload.nbytes
 
     def digest(self) -> bytes:
         """As a header has it."""
@@ -311,9 +316,8 @@ class CheckedStorage:
         self, item: ShardObject, header: memoryview, running: RunningChecksum
     ) -> tuple[Callable[[], bool], int]:
         """What says whether an object is sound, and the bytes that it will read for it."""
-        num_bytes = item.payload.nbytes
-        is_done = running.num_bytes == num_bytes
-        return lambda: self._codec.is_valid(item, header, running), 0 if is_done else num_bytes
+        num_bytes = 0 if running.covers(item) else item.payload.nbytes
+        return lambda: self._codec.is_valid(item, header, running), num_bytes
 
     def _encoder(self, item: ShardObject) -> Callable[[], bytes]:
         return lambda: self._codec.encode(item)

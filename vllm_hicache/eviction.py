@@ -66,7 +66,7 @@ class EvictionQueue:
             entry = (self._order(page), next(self._ticket), page.is_protected, page)
             heapq.heappush(self._heap, entry)
 
-    def pop(self) -> HostPage | None:
+    def pop(self, latest: int | None = None) -> HostPage | None:
         """The page to evict next, or None when no page is evictable."""
         while self._heap:
             order, _, as_protected, page = heapq.heappop(self._heap)

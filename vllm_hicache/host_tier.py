@@ -102,7 +102,7 @@ class HostTier:
         decides_alone = isinstance(self._queue, NextUseQueue)
         latest = self._times.expected_at(use_gap) if use_gap is not None else None
         while len(taken) < count:
-            page = self._queue.pop(latest) if decides_alone else self._queue.pop()
+            page = self._queue.pop(latest)
             if page is None:
                 self.has_spared = decides_alone and bool(len(self._queue))
                 break

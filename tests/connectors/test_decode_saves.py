@@ -2,7 +2,6 @@
 
 import pytest
 
-from vllm_hicache.benchmarks.scheduler_rig import RigOptions, SchedulerRig
 from vllm_hicache.connectors.page_sizes import DECODE_SAVE_TOKENS, pages_per_decode_save
 from vllm_hicache.pools import HitRule, KVGroup, ModelPools, Pool
 
@@ -13,6 +12,9 @@ PAGE, PROMPT, OUTPUT = 32, 200, 400
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory):
+    # It sets vLLM's log level for its process.
+    from vllm_hicache.benchmarks.scheduler_rig import RigOptions, SchedulerRig
+
     options = RigOptions(
         folder=tmp_path_factory.mktemp("rig"),
         max_tokens=1024,

@@ -366,20 +366,41 @@ def running(
 ) -> Iterator[Engine]:
     """An engine that is stopped, whatever happened."""
     assert not _running, "vLLM's worker state is one per process: one engine at a time"
+    with _environment():
+        try:
+            engine = Engine(model, storage, **options)
+        except BaseException:
+            _forget_refused()
+            raise
+        _running.append(engine)
+        try:
+            yield engine
+        finally:
+            _running.clear()
+            engine.stop()
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
     saved = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
-    engine = Engine(model, storage, **options)
-    _running.append(engine)
     try:
-        yield engine
+        yield
     finally:
-        _running.clear()
-        engine.stop()
         for name, value in saved.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _forget_refused() -> None:
+    """An engine that did not start stops nothing: without this no other would start here."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def step_until(engine: Engine, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
