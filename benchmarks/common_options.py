@@ -106,7 +106,7 @@ def plan_engines(
     ``folder`` takes a shape's config and stored pages; ``device_tokens`` is what the device holds
     where the options do not say, by default a quarter of the workload.
     """
-    _check_counts(options)
+    check_counts(options)
     model = model_of(options, folder)
     if sizes.longest + SPARE_TOKENS > model.max_positions:
         raise ConfigError(
@@ -183,8 +183,8 @@ def _engine_arguments(
     return engine
 
 
-def _check_counts(options: argparse.Namespace) -> None:
-    """Sizes and counts are 1 or more; 0 of them would measure nothing."""
+def check_counts(options: argparse.Namespace) -> None:
+    """Raises ConfigError for sizes and counts below 1: 0 of them would measure nothing."""
     for name, value in vars(options).items():
         if type(value) is int and value < (0 if name in ("seed", "warm_up") else 1):
             raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")

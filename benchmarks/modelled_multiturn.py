@@ -27,8 +27,10 @@ from vllm_hicache.benchmarks.arms import (
     parse_arms,
     parse_more_options,
 )
+from vllm_hicache.benchmarks.common_options import check_counts
 from vllm_hicache.benchmarks.conversations import Conversations
 from vllm_hicache.benchmarks.model_shapes import LLAMA_8B, kv_bytes_per_token
+from vllm_hicache.benchmarks.multiturn import add_workload_options, conversations_of
 from vllm_hicache.benchmarks.run_record import describe, run_record, table, write_json
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.quantities import parse_bytes
@@ -44,19 +46,19 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--arms", default=",".join(MODELLED), help="in this order, with commas")
-    add("--groups", type=_count, default=4, help="system prompts")
-    add("--conversations", type=_count, default=8, help="of each group, all at once")
-    add("--turns", type=_count, default=6, help="of each conversation")
-    add("--system-tokens", type=_count, default=8192)
-    add("--user-tokens", type=_count, default=2432, help="new ones of each turn")
-    add("--answer-tokens", type=_count, default=128, help="of each turn")
+    add_workload_options(parser)
+    parser.set_defaults(turns=6, user_tokens=2432, answer_tokens=128)
     add("--think-s", type=_seconds, default=0.0, help="from an answer to the next turn")
     add("--device-kv-bytes", type=_size, default="16GiB", metavar="SIZE")
     add("--host-memory", type=_size, default="64GiB", metavar="SIZE", help="of each arm")
     add("--link-gb-per-s", type=_rate, default=53.0, help="each direction; measured: 51 to 54")
-    add("--block-size", type=_count, default=16, help="vLLM's tokens per block")
-    add("--page-size", type=_count, help="tokens of a page; default: what the connector chooses")
-    add("--max-batched-tokens", type=_count, default=8192, help="of a step")
+    add("--block-size", type=int, default=16, help="vLLM's tokens per block")
+    add(
+        "--page-size",
+        type=int,
+        help="tokens of a page; default: what the connector chooses",
+    )
+    add("--max-batched-tokens", type=int, default=8192, help="of a step")
     add(
         "--arm-options",
         action="append",
@@ -74,23 +76,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def conversations_of(options: argparse.Namespace) -> Conversations:
-    """The workload that the options describe."""
-    return Conversations(
-        groups=options.groups,
-        per_group=options.conversations,
-        turns=options.turns,
-        system_tokens=options.system_tokens,
-        user_tokens=options.user_tokens,
-        answer_tokens=options.answer_tokens,
-        vocab_size=LLAMA_8B["vocab_size"],
-        seed=options.seed,
-    )
+def workload_of(options: argparse.Namespace) -> Conversations:
+    """All at once: there are as many clients as conversations."""
+    return conversations_of(options, LLAMA_8B["vocab_size"])
 
 
 def make_plans(options: argparse.Namespace) -> list[Result]:
     """One engine for each arm, as ``VirtualPlan`` takes them: equal but for the connector."""
-    work, arms = conversations_of(options), parse_arms(options.arms)
+    check_counts(options)
+    work, arms = workload_of(options), parse_arms(options.arms)
     more = parse_more_options(options.arm_options)
     others = [arm for arm in (*arms, *more) if arm not in MODELLED]
     if others:
@@ -127,7 +121,7 @@ def make_plans(options: argparse.Namespace) -> list[Result]:
 
 def run_arms(options: argparse.Namespace) -> tuple[dict[str, Result], dict[str, str]]:
     """Arm -> what it gave, and arm -> why it gave nothing. One that fails ends no other."""
-    work = asdict(conversations_of(options))
+    work = asdict(workload_of(options))
     tasks = [
         {"plan": plan, "conversations": work, "think_s": options.think_s} for plan in options.plans
     ]
@@ -175,12 +169,6 @@ def report(results: dict[str, Result]) -> str:
     return table(header, rows)
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
-    return int(text)
-
-
 def _size(text: str) -> int:
     try:
         return parse_bytes(int(text) if text.isdigit() else text)
@@ -217,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{arm} gave no result: {reason}", file=sys.stderr)
     if options.out is not None:
         findings = {
-            "workload": {**asdict(conversations_of(options)), "think_s": options.think_s},
+            "workload": {**asdict(workload_of(options)), "think_s": options.think_s},
             "plans": options.plans,
             "results": results,
             "failures": failures,

@@ -30,6 +30,12 @@ NAME = "multiturn"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The sizes of the workload; the defaults are 64 GiB of KV with ``--shape llama-8b``."""
     add_engine_options(parser)
+    add_workload_options(parser)
+    parser.add_argument("--concurrency", type=int, default=32, help="turns under way at once")
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """What ``conversations_of`` reads, but for ``--seed``."""
     add = parser.add_argument
     add("--groups", type=int, default=4, help="system prompts")
     add("--conversations", type=int, default=8, help="of each group")
@@ -37,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--system-tokens", type=int, default=8192)
     add("--user-tokens", type=int, default=1024, help="new ones of each turn")
     add("--answer-tokens", type=int, default=512, help="of each turn")
-    add("--concurrency", type=int, default=32, help="turns under way at once")
 
 
 def conversations_of(options: argparse.Namespace, vocab_size: int) -> Conversations:

@@ -134,7 +134,6 @@ def _vllm_config(plan: VirtualPlan, folder: Path) -> VllmConfig:
         )
     return EngineArgs(
         model=str(folder),
-        load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         enforce_eager=True,

@@ -20,10 +20,11 @@ PAGE_TOKENS = 256
 LATENT_PAGE_TOKENS = 64
 """Latent rows are small, and all layers of a page lie in one object."""
 MIN_PAGE_TOKENS = 32
-"""Each page costs the scheduler about 5 us when it is saved and as much when it is looked up
-(`benchmarks/scheduler_cost.py --page-size`, one worker)."""
+"""Each page costs the scheduler about 5 us when it is saved and 1 us when a prompt arrives
+(`benchmarks/scheduler_cost.py --storage none --page-size 32`, one worker)."""
 COPY_BYTES = 4 << 20
-"""A page is one copy between staging and host memory, which is at its full rate from here on."""
+"""A page is one copy between staging and host memory. Assumed to be near its full rate from here
+on: pages of 32 MiB were measured, smaller ones not yet."""
 DECODE_SAVE_TOKENS = 256
 """A request that decodes is saved so many tokens at a time: each save costs the worker some kernel
 launches beside the steps. What is left is saved when it ends."""

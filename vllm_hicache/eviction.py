@@ -36,7 +36,6 @@ ORDERS: dict[str, Callable[[HostPage], Order]] = {
 }
 """Policy name -> sort key; the page with the smallest key leaves first."""
 NEXT_USE = "next_use"
-POLICIES = (NEXT_USE, *ORDERS)
 
 
 class EvictionQueue:
@@ -50,11 +49,16 @@ class EvictionQueue:
 
     def __init__(self, policy: str) -> None:
         self._order = ORDERS[policy]
+        self.decides_alone = policy == "priority"
+        """Whether the order counts even where it makes a protected page leave."""
         self._heap: list[tuple[Order, int, bool, HostPage]] = []
         self._ticket = count()
 
     def __len__(self) -> int:
         return len(self._heap)
+
+    def used(self, page: HostPage) -> None:
+        """Keys only grow with uses, and are looked at when popped: nothing to do."""
 
     def has(self, page: HostPage) -> bool:
         """Whether an entry of this page comes up in time."""

@@ -48,7 +48,7 @@ class HostTier:
         self.index = PrefixIndex()
         self.num_pinned = 0
         self._policy = policy
-        self._times = ReuseTimes(num_slots)
+        self._times = ReuseTimes(num_slots if policy == NEXT_USE else 0)
         self._queue = self._new_queue()
         self._protections = 0
         self._protected: OrderedDict[HostPage, None] = OrderedDict()
@@ -98,13 +98,12 @@ class HostTier:
         self.has_spared = False
         if self._num_coming and len(taken) < count and self._may_wait(count - len(taken)):
             return taken
-        spares = num_proven is not None and self._policy not in ("priority", NEXT_USE)
-        decides_alone = isinstance(self._queue, NextUseQueue)
+        spares = num_proven is not None and not self._queue.decides_alone
         latest = self._times.expected_at(use_gap) if use_gap is not None else None
         while len(taken) < count:
             page = self._queue.pop(latest)
             if page is None:
-                self.has_spared = decides_alone and bool(len(self._queue))
+                self.has_spared = bool(len(self._queue))
                 break
             if spares and page.is_protected and len(taken) >= (num_proven or 0):
                 self._queue.offer(page)
@@ -122,8 +121,7 @@ class HostTier:
 
     def note_refused(self, hashes: Sequence[bytes]) -> None:
         """Pages of one chain that were used and found no slot: remember it."""
-        if self._policy == NEXT_USE:
-            self._times.refused(hashes)
+        self._times.refused(hashes)
 
     def publish(
         self,
@@ -158,8 +156,7 @@ class HostTier:
         priority, when their last child leaves."""
         self._use(page, user)
         page.priority = max(page.priority, priority)
-        if self._policy == NEXT_USE:  # elsewhere keys only grow, and are looked at when popped
-            self._queue.offer(page)
+        self._queue.used(page)
 
     def protect(self, pages: Sequence[HostPage]) -> None:
         """Several requests have used these pages of one chain, in its order. Unprotected pages

@@ -20,8 +20,12 @@ class NextUseQueue:
     O(log n) a page. Where all wait for their next turn and not all fit, the least recently used
     page is the one that is needed next; `lru` then loses each just before its turn.
 
-    Whoever makes a page evictable, or uses it, calls ``offer``; its earlier entries become void.
+    Whoever makes a page evictable calls ``offer``, whoever uses it ``used``; its earlier entries
+    become void.
     """
+
+    decides_alone = True
+    """Protection has no say: pages of one use leave before others anyhow."""
 
     def __init__(self, times: ReuseTimes) -> None:
         self._times = times
@@ -38,6 +42,10 @@ class NextUseQueue:
     def num_entries(self) -> int:
         """Entries, void ones included; O(pages)."""
         return len(self._overdue) + len(self._single) + len(self._reused)
+
+    def used(self, page: HostPage) -> None:
+        """A page has been used: its place is another one now."""
+        self.offer(page)
 
     def has(self, page: HostPage) -> bool:
         """Whether an entry of this page comes up in time."""

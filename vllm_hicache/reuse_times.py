@@ -41,6 +41,7 @@ class ReuseTimes:
     """
 
     def __init__(self, num_slots: int) -> None:
+        """``num_slots``: of the host pool; 0 remembers no page that is not in host."""
         self.clock = 0
         self.reuses = 0
         self._max_left = num_slots * POOLS_REMEMBERED
@@ -125,6 +126,8 @@ class ReuseTimes:
         return known.gap or max(1, self.clock - known.used_at)
 
     def _remember(self, page_hash: bytes, uses: _Uses) -> None:
+        if not self._max_left:
+            return
         self._left[page_hash] = uses
         self._left.move_to_end(page_hash)
         while len(self._left) > self._max_left:
