@@ -46,8 +46,8 @@ class Job:
 
 
 JOBS = (
-    Job("multiturn", (*_MULTITURN, "--arms", "native,hicache,simple", "--out", "OUT"), 900),
-    Job("multiturn-none", (*_MULTITURN, "--arms", "none,lmcache", "--out", "OUT"), 700),
+    Job("multiturn", (*_MULTITURN, "--arms", "hicache,native,simple,none", "--out", "OUT"), 900),
+    Job("multiturn-lmcache", (*_MULTITURN, "--arms", "lmcache", "--out", "OUT"), 500),
     Job(
         "multiturn-layerwise",
         (*_MULTITURN, "--arms", "hicache", *_LAYERWISE, "--out", "OUT"),
@@ -61,6 +61,8 @@ JOBS = (
             "28GiB",
             "--storage",
             "OUT/pages",
+            "--evict-by",
+            "reset",
             "--repeat",
             "3",
             "--out",
