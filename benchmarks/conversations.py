@@ -69,6 +69,19 @@ class Conversations:
         random = np.random.default_rng((self.seed, *words))
         return [int(token) for token in random.integers(0, self.vocab_size, num_tokens)]
 
+    def warm_up(self, concurrency: int) -> "Conversations":
+        """Prompts as long as the first turn, once each; none begins as a conversation does."""
+        return Conversations(
+            groups=concurrency,
+            per_group=1,
+            turns=1,
+            system_tokens=0,
+            user_tokens=self.system_tokens + self.user_tokens,
+            answer_tokens=min(self.answer_tokens, 16),
+            vocab_size=self.vocab_size,
+            seed=self.seed,
+        )
+
 
 @dataclass(slots=True)
 class Conversation:

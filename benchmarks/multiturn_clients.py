@@ -69,18 +69,3 @@ async def _hold_turn(
         end_s=answer.arrivals[-1] - started,
         gaps_s=answer.gaps_s(),
     )
-
-
-async def warm_up(engine: AnsweringEngine, work: Conversations, concurrency: int) -> None:
-    """Prompts as long as the first turn, once each; none begins as a conversation does."""
-    other = Conversations(
-        groups=concurrency,
-        per_group=1,
-        turns=1,
-        system_tokens=0,
-        user_tokens=work.system_tokens + work.user_tokens,
-        answer_tokens=min(work.answer_tokens, 16),
-        vocab_size=work.vocab_size,
-        seed=work.seed,
-    )
-    await hold_conversations(engine, other, concurrency)

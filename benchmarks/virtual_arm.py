@@ -20,7 +20,6 @@ from vllm_hicache.benchmarks.conversations import Conversation, Conversations
 from vllm_hicache.benchmarks.virtual_clock import VirtualClock
 from vllm_hicache.benchmarks.virtual_engine import ANSWER_TOKEN, VirtualAnswer, VirtualEngine
 from vllm_hicache.benchmarks.virtual_scheduler import VirtualPlan
-from vllm_hicache.tiers import Direction
 
 ARRIVAL_GAP_S = 1e-4
 """Between the first turns of two conversations: they come in order."""
@@ -55,6 +54,13 @@ def hold_conversations(
     return answers
 
 
+def warm_up(engine: VirtualEngine, clock: VirtualClock, work: Conversations) -> None:
+    """As the benchmark on a real engine does: other prompts leave their pages in host memory and
+    nothing on the device."""
+    hold_conversations(engine, clock, work.warm_up(work.num_conversations), think_s=0.0)
+    engine.drop_device()
+
+
 def check_answers(answers: list[VirtualAnswer], work: Conversations) -> None:
     """Raises RuntimeError where the run was none of this workload."""
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -72,14 +78,15 @@ def check_answers(answers: list[VirtualAnswer], work: Conversations) -> None:
 def run(plan: VirtualPlan, work: Conversations, think_s: float, folder: Path) -> dict[str, Any]:
     """What an arm gave, in JSON's types; seconds are those of the model but for ``real_s``."""
     clock = VirtualClock()
-    began_s, real_began_s = clock.now_s, time.perf_counter()
+    real_began_s = time.perf_counter()
     with clock.replacing_monotonic():
         engine = VirtualEngine(plan, clock, folder)
         try:
+            warm_up(engine, clock, work)
+            before, began_s = engine.totals(), clock.now_s
             answers = hold_conversations(engine, clock, work, think_s)
             wall_s = clock.now_s - began_s
-            while engine.has_work:  # what frees blocks late
-                engine.step()
+            engine.finish()
             engine.check_end()
         finally:
             engine.close()
@@ -87,11 +94,7 @@ def run(plan: VirtualPlan, work: Conversations, think_s: float, folder: Path) ->
     return {
         **summary(answers),
         "wall_s": wall_s,
-        "device_busy_s": engine.busy_s,
-        "stalled_s": engine.stalled_s,
-        "steps": engine.num_steps,
-        "loaded_bytes": engine.link.num_bytes[Direction.LOAD],
-        "saved_bytes": engine.link.num_bytes[Direction.SAVE],
+        **{name: total - before[name] for name, total in engine.totals().items()},
         "real_s": time.perf_counter() - real_began_s,
     }
 

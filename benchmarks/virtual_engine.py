@@ -16,6 +16,7 @@ from vllm_hicache.benchmarks.device_model import IDLE_S, LAUNCH_S, HostLink, ste
 from vllm_hicache.benchmarks.virtual_clock import VirtualClock
 from vllm_hicache.benchmarks.virtual_scheduler import VirtualPlan, make_scheduler, token_bytes
 from vllm_hicache.benchmarks.virtual_workers import Launch
+from vllm_hicache.tiers import Direction
 
 BATCHES_IN_FLIGHT = 2
 ANSWER_TOKEN = 7
@@ -105,6 +106,27 @@ class VirtualEngine:
         if self._batches:
             self._take_output(self._batches.popleft())
         self._rest(has_computed)
+
+    def finish(self) -> None:
+        """Step until nothing is left to do, what frees blocks late included."""
+        while self.has_work:
+            self.step()
+
+    def drop_device(self) -> None:
+        """Forget the device's prefix cache, as a reset of an idle engine does."""
+        self.finish()
+        if not self.scheduler.reset_prefix_cache():
+            raise RuntimeError("device blocks are still referenced")
+
+    def totals(self) -> dict[str, float]:
+        """What has grown since the start, by name."""
+        return {
+            "device_busy_s": self.busy_s,
+            "stalled_s": self.stalled_s,
+            "steps": self.num_steps,
+            "loaded_bytes": self.link.num_bytes[Direction.LOAD],
+            "saved_bytes": self.link.num_bytes[Direction.SAVE],
+        }
 
     def check_end(self) -> None:
         """Raises RuntimeError where a request or a device block is still held."""

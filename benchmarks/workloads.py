@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_hicache.benchmarks.answers import MeasuredEngine, cached_by_source
 from vllm_hicache.benchmarks.conversations import Conversations
-from vllm_hicache.benchmarks.multiturn_clients import hold_conversations, warm_up
+from vllm_hicache.benchmarks.multiturn_clients import hold_conversations
 from vllm_hicache.benchmarks.trace_clients import replay
 from vllm_hicache.benchmarks.trace_file import TracePrompts, TraceRequest
 from vllm_hicache.benchmarks.wave_clients import run_waves
@@ -20,7 +20,7 @@ async def multiturn(session: MeasuredEngine, work: dict[str, Any]) -> dict[str, 
     """All conversations once; the warm-up leaves nothing on the device."""
     conversations = Conversations(**work["conversations"])
     concurrency = work["concurrency"]
-    await warm_up(session, conversations, concurrency)
+    await hold_conversations(session, conversations.warm_up(concurrency), concurrency)
     await session.drop_device()
     before = await session.counters()
     started = time.perf_counter()

@@ -12,10 +12,12 @@ COMPACT_FROM = 64
 class NextUseQueue:
     """Evictable pages. They leave in this order:
 
-    1. pages that were used several times and are overdue
-    2. pages of one use, the oldest first
-    3. pages used several times, the one first that is expected to be used last: conversations that
+    1. pages of one use and pages that are overdue, the one first that was used longest ago
+    2. pages used several times, the one first that is expected to be used last: conversations that
        take turns come back in the order in which they went, so the one that has just had its turn
+
+    Being overdue proves little where the gaps before were short by chance, as while a device still
+    held all: such pages leave no sooner than what nobody has asked for twice.
 
     O(log n) a page. Where all wait for their next turn and not all fit, the least recently used
     page is the one that is needed next; `lru` then loses each just before its turn.
@@ -69,14 +71,18 @@ class NextUseQueue:
     def pop(self, latest: int | None = None) -> HostPage | None:
         """The page to evict next; None when no page is evictable, or all that are have been used
         several times and are expected to be used again at ``latest`` on the clock, or before."""
-        reuses = self._times.reuses
-        if self._overdue and self._overdue[0][0] < reuses:
-            page = self._pop(self._overdue, reuses)
-            if page is not None:
-                return page
+        self._demote_overdue()
         return self._pop(self._single) or self._pop(
             self._reused, -latest if latest is not None else None
         )
+
+    def _demote_overdue(self) -> None:
+        """Move what has become overdue to the pages of one use."""
+        reuses = self._times.reuses
+        while self._overdue and self._overdue[0][0] < reuses:
+            _, ticket, page = heapq.heappop(self._overdue)
+            if self._tickets.get(page) == ticket:
+                heapq.heappush(self._single, (page.last_use, ticket, page))
 
     def _pop(
         self, heap: list[tuple[int, int, HostPage]], before: int | None = None
