@@ -12,9 +12,8 @@ import torch
 from vllm_hicache import numa
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.layout import PoolPiece, pool_pieces
+from vllm_hicache.memory_pages import populate
 
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14."""
 _POPULATE_BYTES = 32 << 20
 """Backed by one call: 10 ms, for which no other thread of the process can map memory."""
 _CAPTURE_RELAXED = 2
@@ -151,20 +150,8 @@ def _back(slots: torch.Tensor) -> None:
     is none left."""
     flat = slots.view(-1)
     for part in flat.split(_POPULATE_BYTES):
-        number = _populate(part.data_ptr(), part.numel())
+        number = populate(part.data_ptr(), part.numel())
         if number == errno.EINVAL:  # an older kernel; without memory this ends the process
             part[:: mmap.PAGESIZE].bitwise_or_(0)
         elif number:
             raise OSError(number, os.strerror(number))
-
-
-def _populate(address: int, num_bytes: int) -> int:
-    """0, or the number of the error."""
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    length = ctypes.c_size_t(address + num_bytes - start)
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    while madvise(ctypes.c_void_p(start), length, _POPULATE_WRITE):
-        number = ctypes.get_errno()
-        if number not in (errno.EINTR, errno.EAGAIN):
-            return number
-    return 0

@@ -19,6 +19,7 @@ import msgspec
 
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.host_pages import HostPages
+from vllm_hicache.pool_mapping import PoolMapping
 from vllm_hicache.storage_lifeline import leave, report_to
 from vllm_hicache.storage_process_config import ENDINGS, EXIT_CONFIG, Launch
 from vllm_hicache.storage_server import StorageServer
@@ -85,8 +86,9 @@ def _map_pool(launch: Launch) -> HostPages:
     size = os.fstat(launch.pool_fd).st_size
     if size < needed:
         raise ConfigError(f"the host pool must have {needed} bytes or more, got {size}")
-    pool = memoryview(mmap.mmap(launch.pool_fd, needed))
-    return HostPages(pool, config.num_slots, config.sections, config.all_parts)
+    memory = mmap.mmap(launch.pool_fd, needed)
+    PoolMapping(launch.pool_fd, memory)
+    return HostPages(memoryview(memory), config.num_slots, config.sections, config.all_parts)
 
 
 if __name__ == "__main__":

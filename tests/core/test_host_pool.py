@@ -144,7 +144,7 @@ def test_memory_that_is_made_ready_is_resident_and_keeps_what_it_holds(monkeypat
 
 
 def test_an_old_kernel_backs_memory_by_touching_it(monkeypatch):
-    monkeypatch.setattr("vllm_hicache.host_pool._POPULATE_WRITE", 999)  # EINVAL
+    monkeypatch.setattr("vllm_hicache.memory_pages._POPULATE_WRITE", 999)  # EINVAL
     pool = HostPool(8, [MIB])
     pool.tensors[0][2] = 9
     before = _resident_shared_bytes()
