@@ -87,6 +87,7 @@ JOBS = (
         ),
         600,
     ),
+    Job("fetch", ("benchmarks/fetch_rate.py", "OUT/pages", "--pages", "128", "--out", "OUT"), 200),
     Job("copies", ("benchmarks/copy_paths.py", "--json", "OUT/copy_paths.json"), 200),
     Job("pinning", ("benchmarks/pin_pool.py", "--gib", "2", "8", "32", "--out", "OUT"), 200),
     Job("units", (*_PYTEST, "-m", "gpu and not e2e", "tests"), 400),
