@@ -4,6 +4,8 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -16,6 +18,8 @@ from vllm_hicache.memory_pages import populate
 
 _POPULATE_BYTES = 32 << 20
 """Backed by one call: 10 ms, for which no other thread of the process can map memory."""
+RELEASE_S = 60.0
+"""Longest wait for an earlier pool of the same process. 64 GiB took more than 5 s."""
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
 
@@ -45,6 +49,7 @@ class HostPool:
             )
         self.num_slots = num_slots
         self.slot_strides = tuple(slot_strides)
+        _await_releases(RELEASE_S)
         ends = list(accumulate((num_slots * stride for stride in slot_strides), _place_behind))
         self.bases = tuple(
             end - num_slots * stride for end, stride in zip(ends, slot_strides, strict=True)
@@ -125,19 +130,55 @@ class HostPool:
 
     def unpin(self) -> None:
         """Unlock what was pinned. No copy and no ``make_ready`` may be running."""
-        while self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
+        _unpin_all(self._pinned)
 
     def close(self) -> None:
-        """Let the memory go: unpin, close ``fd``, drop the tensors. A second call does nothing.
+        """Let the memory go: close ``fd``, unpin, drop the tensors. A second call does nothing.
 
-        The mapping ends when the caller has dropped its views, too.
+        A thread unpins: tens of GiB take seconds, and an engine that ends has few of them. The
+        mapping ends with it and the caller's views; the next pool of the process waits for it.
         """
         if not self._tensors:
             return
-        self.unpin()
-        self._tensors = ()
+        tensors, self._tensors = self._tensors, ()
         os.close(self.fd)
+        if self._pinned:
+            thread = threading.Thread(
+                target=_release,
+                args=(self._device, self._pinned, tensors),
+                name="hicache-unpin",
+                daemon=True,
+            )
+            _releases.append(thread)
+            thread.start()
+            self._pinned = []
+
+
+_releases: list[threading.Thread] = []
+"""That unpin the memory of closed pools."""
+
+
+def _await_releases(timeout_s: float) -> None:
+    """Two pools at once may be more than the machine has."""
+    deadline = time.monotonic() + timeout_s
+    while _releases and time.monotonic() < deadline:
+        _releases[-1].join(max(0.0, deadline - time.monotonic()))
+        _releases[:] = [thread for thread in _releases if thread.is_alive()]
+
+
+def _release(
+    device: torch.device | None, addresses: list[int], tensors: tuple[torch.Tensor, ...]
+) -> None:
+    """Unlock pieces of these tensors, which stay mapped until then."""
+    if device is not None:
+        torch.cuda.set_device(device)  # a new thread would open a context on the first one
+    _unpin_all(addresses)
+    del tensors
+
+
+def _unpin_all(addresses: list[int]) -> None:
+    while addresses:
+        torch.cuda.cudart().cudaHostUnregister(addresses.pop())
 
 
 def _place_behind(end: int, num_bytes: int) -> int:

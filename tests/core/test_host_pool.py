@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from vllm_hicache import host_pool
 from vllm_hicache.errors import ConfigError, InvariantBroken
 from vllm_hicache.host_pool import HostPool
 
@@ -165,6 +168,57 @@ def test_a_pool_without_a_cuda_device_has_no_node_and_pins_nothing():
     assert pool.make_ready(pool.pieces[0]) == ""
     assert not pool.tensors[0].is_pinned()
     pool.close()
+
+
+@pytest.fixture
+def slow_driver(monkeypatch):
+    """Unpinning takes 50 ms a piece; the addresses of pieces that were unpinned."""
+    unpinned: list[int] = []
+
+    class Driver:
+        def cudaHostUnregister(self, address):  # noqa: N802
+            time.sleep(0.05)
+            unpinned.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    return unpinned
+
+
+def test_closing_does_not_wait_for_the_driver_and_the_next_pool_does(slow_driver):
+    pool = HostPool(8, [MIB])
+    addresses = [slot.data_ptr() for slot in pool.tensors[0]]
+    pool._pinned += addresses
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 0.05
+    assert len(slow_driver) < 8
+    HostPool(1, [MIB]).close()
+    assert sorted(slow_driver) == addresses
+
+
+def test_the_memory_stays_mapped_while_it_is_unpinned_and_no_longer(slow_driver):
+    pool = HostPool(4, [MIB], name="seldom-name")
+    pool._pinned += [slot.data_ptr() for slot in pool.tensors[0]]
+    pool.close()
+    assert "seldom-name" in Path("/proc/self/maps").read_text()
+    host_pool._await_releases(10)
+    assert len(slow_driver) == 4
+    gc.collect()
+    assert "seldom-name" not in Path("/proc/self/maps").read_text()
+
+
+def test_an_earlier_pool_that_is_never_let_go_delays_the_next_one_for_a_while_only(
+    slow_driver, monkeypatch
+):
+    monkeypatch.setattr(host_pool, "RELEASE_S", 0.1)
+    pool = HostPool(20, [MIB])
+    pool._pinned += [slot.data_ptr() for slot in pool.tensors[0]]
+    pool.close()
+    started = time.monotonic()
+    HostPool(1, [MIB]).close()
+    assert 0.1 <= time.monotonic() - started < 0.5
+    assert len(slow_driver) < 20
+    host_pool._await_releases(10)
 
 
 @pytest.mark.gpu
