@@ -19,7 +19,7 @@ from vllm_hicache.memory_pages import populate
 _POPULATE_BYTES = 32 << 20
 """Backed by one call: 10 ms, for which no other thread of the process can map memory."""
 RELEASE_S = 60.0
-"""Longest wait for an earlier pool of the same process. 64 GiB took more than 5 s."""
+"""Longest wait for an earlier pool of the same process."""
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
 
@@ -135,8 +135,8 @@ class HostPool:
     def close(self) -> None:
         """Let the memory go: close ``fd``, unpin, drop the tensors. A second call does nothing.
 
-        A thread unpins: tens of GiB take seconds, and an engine that ends has few of them. The
-        mapping ends with it and the caller's views; the next pool of the process waits for it.
+        A thread unpins: vLLM gives an engine 5 s to end, and one with 64 GiB was not done by then.
+        The mapping ends with it and the caller's views; the next pool of the process waits for it.
         """
         if not self._tensors:
             return
