@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vllm_hicache.benchmarks.page_cache import drop_page_cache
 from vllm_hicache.benchmarks.raw_rates import file_read_gb_per_s
@@ -132,7 +132,7 @@ class FetchRig:
 
 
 def _storage(folder: Path, num_bytes: int) -> StorageConfig:
-    defaults = {option.field: option.default for option in STORAGE_OPTIONS}
+    defaults: dict[str, Any] = {option.field: option.default for option in STORAGE_OPTIONS}
     sizes = {"capacity_bytes": num_bytes + mmap.PAGESIZE, "min_free_bytes": 0}
     times = {"operation_timeout_s": ANSWER_S, "write_backlog_bytes": num_bytes}
     return StorageConfig(**{**defaults, **sizes, **times, "url": f"file://{folder.resolve()}"})

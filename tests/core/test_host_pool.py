@@ -281,3 +281,17 @@ def test_a_refusal_of_the_driver_spoils_nothing_else():
     assert pool.tensors[0].is_pinned()
     assert pool.tensors[0].to("cuda").sum().item() == 0
     pool.close()
+
+
+@pytest.mark.gpu
+def test_a_pinned_pool_that_was_closed_makes_room_for_the_next_one():
+    device = torch.device("cuda:0")
+    for _ in range(2):
+        pool = HostPool(16, [64 * MIB], name="seldom-pinned", device=device)
+        assert {pool.make_ready(piece) for piece in pool.pieces} == {""}
+        assert pool.tensors[0][15].is_pinned()
+        pool.close()
+    host_pool._await_releases(60)
+    gc.collect()
+    assert "seldom-pinned" not in Path("/proc/self/maps").read_text()
+    assert torch.ones(8, device=device).sum().item() == 8
