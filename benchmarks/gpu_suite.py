@@ -46,13 +46,7 @@ class Job:
 
 
 JOBS = (
-    Job("multiturn", (*_MULTITURN, "--arms", "hicache,native,simple,none", "--out", "OUT"), 900),
-    Job("multiturn-lmcache", (*_MULTITURN, "--arms", "lmcache", "--out", "OUT"), 500),
-    Job(
-        "multiturn-layerwise",
-        (*_MULTITURN, "--arms", "hicache", *_LAYERWISE, "--out", "OUT"),
-        400,
-    ),
+    Job("fetch", ("benchmarks/fetch_rate.py", "OUT/pages", "--pages", "128", "--out", "OUT"), 200),
     Job(
         "restore-files",
         (
@@ -70,6 +64,8 @@ JOBS = (
         ),
         500,
     ),
+    Job("units", (*_PYTEST, "-m", "gpu and not e2e", "tests"), 400),
+    Job("engines", (*_PYTEST, "-m", "gpu and e2e", "tests/e2e"), 900),
     Job(
         "interference-files",
         (
@@ -87,11 +83,15 @@ JOBS = (
         ),
         600,
     ),
-    Job("fetch", ("benchmarks/fetch_rate.py", "OUT/pages", "--pages", "128", "--out", "OUT"), 200),
-    Job("copies", ("benchmarks/copy_paths.py", "--json", "OUT/copy_paths.json"), 200),
     Job("pinning", ("benchmarks/pin_pool.py", "--gib", "2", "8", "32", "--out", "OUT"), 200),
-    Job("units", (*_PYTEST, "-m", "gpu and not e2e", "tests"), 400),
-    Job("engines", (*_PYTEST, "-m", "gpu and e2e", "tests/e2e"), 900),
+    Job("copies", ("benchmarks/copy_paths.py", "--json", "OUT/copy_paths.json"), 200),
+    Job(
+        "multiturn-layerwise",
+        (*_MULTITURN, "--arms", "hicache", *_LAYERWISE, "--out", "OUT"),
+        400,
+    ),
+    Job("multiturn", (*_MULTITURN, "--arms", "hicache,native,simple,none", "--out", "OUT"), 900),
+    Job("multiturn-lmcache", (*_MULTITURN, "--arms", "lmcache", "--out", "OUT"), 500),
     Job(
         "restore-async",
         (

@@ -8,7 +8,7 @@ import pytest
 from vllm_hicache.benchmarks.answers import Answer, RunFailed
 from vllm_hicache.benchmarks.arm_process import first_cause
 from vllm_hicache.benchmarks.conversations import Conversation, Conversations
-from vllm_hicache.benchmarks.multiturn_clients import hold_conversations, warm_up
+from vllm_hicache.benchmarks.multiturn_clients import hold_conversations
 
 WORK = Conversations(
     groups=2,
@@ -109,7 +109,7 @@ def test_a_failed_answer_ends_the_run():
 
 def test_the_warm_up_shares_no_prefix_with_the_conversations():
     warm, engine = EchoEngine(), EchoEngine()
-    asyncio.run(warm_up(warm, WORK, 3))
+    asyncio.run(hold_conversations(warm, WORK.warm_up(3), 3))
     asyncio.run(hold_conversations(engine, WORK, 3))
     assert len(warm.prompts) == 3
     starts = {tuple(prompt[:8]) for prompt in engine.prompts}
