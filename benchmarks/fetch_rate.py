@@ -7,7 +7,7 @@ A real storage process with its host pool, and this process in the place of its 
 and no GPU. Each round fetches all pages as one operation and right before reads the same files by
 plain threads into memory that is mapped. Told are both rates, and their ratio, as medians over
 rounds. Slots are fresh in each round: no fetch has filled them before; with --used-slots they are
-the same ones each time. Pages are compared with what was stored in the end.
+the same ones each time. Pages are compared with what was stored after each fetch.
 """
 
 import argparse
@@ -45,8 +45,9 @@ from vllm_hicache.storage_supervisor import StorageProcess
 NAMESPACE = "hc1-0123456789abcdef"
 ANSWER_S = 120.0
 """Longest wait for an answer."""
-MAPPING_S = 0.2
-"""For each GiB of the pool, before the first fetch: an engine takes longer to start."""
+MAPPING_S = 1.0
+"""For each GiB of the pool: longest wait until the process has mapped it. An engine takes longer to
+start; where the kernel is older than 5.14, slots are mapped at first use."""
 
 T = TypeVar("T")
 
@@ -85,6 +86,16 @@ class FetchRig:
         packed = pack_slots(list(range(num_pages)))
         self._send(Persist(op, NAMESPACE, pack_hashes(self.hashes), packed, ANSWER_S))
         self._wait_for(PersistReleased)
+
+    def await_mapping(self) -> None:
+        """Wait until the storage process has all of the pool in its page table."""
+        status = Path(f"/proc/{self._process.pid}/status")
+        deadline = time.monotonic() + MAPPING_S * self._pool.num_bytes / (1 << 30)
+        while time.monotonic() < deadline:
+            (line,) = (line for line in status.read_text().splitlines() if "RssShmem" in line)
+            if int(line.split()[1]) << 10 >= self._pool.num_bytes:
+                return
+            time.sleep(0.05)
 
     def fetch_s(self, first_slot: int) -> float:
         """Seconds to fetch all pages into successive slots; SystemExit where not all came."""
@@ -147,7 +158,7 @@ def measure(options: argparse.Namespace) -> list[tuple[float, float]]:
     rates = []
     try:
         rig.store()
-        time.sleep(MAPPING_S * num_slots * page_bytes / (1 << 30))
+        rig.await_mapping()
         for number in range(num_rounds):
             first_slot = num_pages * (1 if options.used_slots else 1 + number)
             raw = file_read_gb_per_s(options.folder, drops_page_cache=options.drop_page_cache)

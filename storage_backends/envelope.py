@@ -55,7 +55,8 @@ _PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
 # xxhash keeps the GIL anyway.
 _INLINE_BYTES = 64 * 1024
 # With four, fetches of files in the page cache ran at 18.9 GB/s where plain reads of the same files
-# ran at 39.3 (host of an H200, 16 cores, 2026-11-30, `hicache bench restore`).
+# ran at 39.3 (host of an H200, 16 cores, 2026-11-30, `hicache bench restore`); faults of slots that
+# were not mapped had a part in it.
 _HASH_THREADS = min(12, max(4, (os.cpu_count() or 1) // 2))
 
 
