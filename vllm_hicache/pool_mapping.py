@@ -54,7 +54,7 @@ class PoolMapping:
         rest = list(range(0, self._size, STEP_BYTES))
         pause_s = FIRST_PAUSE_S
         while rest and not self._is_stopped.is_set():
-            waiting = [start for start in rest if not self._is_mapped_now(start)]
+            waiting = [start for start in rest if not self._map_if_backed(start)]
             is_growing = len(waiting) < len(rest)
             rest, pause_s = (
                 waiting,
@@ -63,8 +63,8 @@ class PoolMapping:
             if rest:
                 self._is_stopped.wait(pause_s)
 
-    def _is_mapped_now(self, start: int) -> bool:
-        """Map this part if it is backed; False where that is to be tried again."""
+    def _map_if_backed(self, start: int) -> bool:
+        """Whether nothing is left to do for this part; False where it is to be tried again."""
         stop = min(start + STEP_BYTES, self._size)
         if self._is_stopped.is_set() or not is_backed(self._fd, start, stop):
             return False
