@@ -55,7 +55,9 @@ T = TypeVar("T")
 class FetchRig:
     """A worker's pool and its storage process, and the scheduler that talks to it."""
 
-    def __init__(self, folder: Path, page_bytes: int, num_pages: int, num_slots: int) -> None:
+    def __init__(
+        self, folder: Path, page_bytes: int, num_pages: int, num_slots: int, concurrency: int
+    ) -> None:
         self.hashes = [sha256(str(number).encode()).digest() for number in range(num_pages)]
         self._pool = HostPool(num_slots, [page_bytes])
         for piece in self._pool.pieces:
@@ -67,7 +69,7 @@ class FetchRig:
                 worker_id=0,
                 num_slots=num_slots,
                 sections=(Section(0, page_bytes, shards, shards),),
-                storage=_storage(folder, 2 * num_pages * page_bytes),
+                storage=_storage(folder, 2 * num_pages * page_bytes, concurrency),
             ),
             self._pool.fd,
         )
@@ -142,11 +144,15 @@ class FetchRig:
         raise SystemExit(f"no {kind.__name__} in {ANSWER_S:.0f} s")
 
 
-def _storage(folder: Path, num_bytes: int) -> StorageConfig:
+def _storage(folder: Path, num_bytes: int, concurrency: int) -> StorageConfig:
     defaults: dict[str, Any] = {option.field: option.default for option in STORAGE_OPTIONS}
     sizes = {"capacity_bytes": num_bytes + mmap.PAGESIZE, "min_free_bytes": 0}
-    times = {"operation_timeout_s": ANSWER_S, "write_backlog_bytes": num_bytes}
-    return StorageConfig(**{**defaults, **sizes, **times, "url": f"file://{folder.resolve()}"})
+    limits = {
+        "operation_timeout_s": ANSWER_S,
+        "write_backlog_bytes": num_bytes,
+        "read_concurrency": concurrency,
+    }
+    return StorageConfig(**{**defaults, **sizes, **limits, "url": f"file://{folder.resolve()}"})
 
 
 def measure(options: argparse.Namespace) -> list[tuple[float, float]]:
@@ -154,7 +160,7 @@ def measure(options: argparse.Namespace) -> list[tuple[float, float]]:
     page_bytes, num_pages = options.page_mib << 20, options.pages
     num_rounds = options.rounds + 1
     num_slots = num_pages * (2 if options.used_slots else 1 + num_rounds)
-    rig = FetchRig(options.folder, page_bytes, num_pages, num_slots)
+    rig = FetchRig(options.folder, page_bytes, num_pages, num_slots, options.read_concurrency)
     rates = []
     try:
         rig.store()
@@ -181,11 +187,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--page-mib", type=int, default=32, help="bytes of a page, one object")
     add("--pages", type=int, default=64, help="of one fetch")
     add("--rounds", type=int, default=5, help="counted ones; one more warms up")
+    add("--read-concurrency", type=int, default=16, help="option of the connector")
     add("--used-slots", action="store_true", help="fetch into the same slots each time")
     add("--drop-page-cache", action="store_true", help="read from the disk itself")
     add("--out", type=Path, help="folder for fetch_rate.json")
     options = parser.parse_args(arguments)
-    for name in ("page_mib", "pages", "rounds"):
+    for name in ("page_mib", "pages", "rounds", "read_concurrency"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
     if options.folder.exists():
@@ -215,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(("GB/s", "median", "min", "max"), rows))
     print(f"The fetch reaches {share:.1%} of the plain reads (median over rounds).")
     if options.out is not None:
-        sizes = {"page_mib": options.page_mib, "pages": options.pages}
+        names = ("page_mib", "pages", "read_concurrency")
+        sizes = {name: getattr(options, name) for name in names}
         kinds = {"used_slots": options.used_slots, "drop_page_cache": options.drop_page_cache}
         found = {"gb_per_s": shown, "share": share}
         write_json(options.out / "fetch_rate.json", {**record, **sizes, **kinds, **found})
