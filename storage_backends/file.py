@@ -50,8 +50,8 @@ COUNTERS = (
 _PIECE_BYTES = 8 * 1024 * 1024  # 2 to 4 ms; between pieces a job notices that nobody waits
 _CHECKED_PIECE_BYTES = 1024 * 1024
 """Of a read whose checksum is computed on the way: what a core's cache holds. Smaller pieces cost
-more calls, each of which takes the GIL. (One core of an EPYC, page cache: 14.1 GB/s without
-checksum, 9.4 with it afterwards, 10.6, 11.2, 11.4 with pieces of 0.25, 1 and 2 MiB.)"""
+more calls, each of which takes the GIL. (Sixteen cores of an H200's host, page cache, 2026-12-01,
+`benchmarks/fetch_rate.py`: 18.2, 19.9, 12.3 and 11.9 GB/s with pieces of 0.5, 1, 2 and 4 MiB.)"""
 _NAMES_PER_JOB = 64
 _QUESTION_THREADS = 4  # exists and delete do not queue behind reads and writes
 _TOUCH_AFTER_S = 60.0
