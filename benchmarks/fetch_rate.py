@@ -89,15 +89,17 @@ class FetchRig:
         self._send(Persist(op, NAMESPACE, pack_hashes(self.hashes), packed, ANSWER_S))
         self._wait_for(PersistReleased)
 
-    def await_mapping(self) -> None:
-        """Wait until the storage process has all of the pool in its page table."""
+    def await_mapping(self) -> bool:
+        """Wait until the storage process has all of the pool in its page table; False when it has
+        not in time."""
         status = Path(f"/proc/{self._process.pid}/status")
         deadline = time.monotonic() + MAPPING_S * self._pool.num_bytes / (1 << 30)
         while time.monotonic() < deadline:
             (line,) = (line for line in status.read_text().splitlines() if "RssShmem" in line)
             if int(line.split()[1]) << 10 >= self._pool.num_bytes:
-                return
+                return True
             time.sleep(0.05)
+        return False
 
     def fetch_s(self, first_slot: int) -> float:
         """Seconds to fetch all pages into successive slots; SystemExit where not all came."""
@@ -155,8 +157,9 @@ def _storage(folder: Path, num_bytes: int, concurrency: int) -> StorageConfig:
     return StorageConfig(**{**defaults, **sizes, **limits, "url": f"file://{folder.resolve()}"})
 
 
-def measure(options: argparse.Namespace) -> list[tuple[float, float]]:
-    """GB/s of the plain reads and of the fetch, round by round; the first one warms up."""
+def measure(options: argparse.Namespace) -> tuple[list[tuple[float, float]], bool]:
+    """GB/s of the plain reads and of the fetch, round by round, and whether the pool was mapped
+    before; the first round warms up."""
     page_bytes, num_pages = options.page_mib << 20, options.pages
     num_rounds = options.rounds + 1
     num_slots = num_pages * (2 if options.used_slots else 1 + num_rounds)
@@ -164,7 +167,7 @@ def measure(options: argparse.Namespace) -> list[tuple[float, float]]:
     rates = []
     try:
         rig.store()
-        rig.await_mapping()
+        is_mapped = rig.await_mapping()
         for number in range(num_rounds):
             first_slot = num_pages * (1 if options.used_slots else 1 + number)
             raw = file_read_gb_per_s(options.folder, drops_page_cache=options.drop_page_cache)
@@ -175,7 +178,7 @@ def measure(options: argparse.Namespace) -> list[tuple[float, float]]:
             rates.append((raw or 0.0, num_pages * page_bytes / seconds / 1e9))
     finally:
         rig.close()
-    return rates[1:]
+    return rates[1:], is_mapped
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -205,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     options.folder.mkdir(parents=True)
     try:
-        rates = measure(options)
+        rates, is_mapped = measure(options)
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
     shown = {
@@ -221,10 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     print(table(("GB/s", "median", "min", "max"), rows))
     print(f"The fetch reaches {share:.1%} of the plain reads (median over rounds).")
+    if not is_mapped:
+        print("The storage process had not mapped the pool when the rounds began: faults count.")
     if options.out is not None:
         names = ("page_mib", "pages", "read_concurrency")
         sizes = {name: getattr(options, name) for name in names}
         kinds = {"used_slots": options.used_slots, "drop_page_cache": options.drop_page_cache}
+        kinds["is_mapped_ahead"] = is_mapped
         found = {"gb_per_s": shown, "share": share}
         write_json(options.out / "fetch_rate.json", {**record, **sizes, **kinds, **found})
     return 0

@@ -51,7 +51,8 @@ _PIECE_BYTES = 8 * 1024 * 1024  # 2 to 4 ms; between pieces a job notices that n
 _CHECKED_PIECE_BYTES = 1024 * 1024
 """Of a read whose checksum is computed on the way: what a core's cache holds. Smaller pieces cost
 more calls, each of which takes the GIL. (Sixteen cores of an H200's host, page cache, 2026-12-01,
-`benchmarks/fetch_rate.py`: 18.2, 19.9, 12.3 and 11.9 GB/s with pieces of 0.5, 1, 2 and 4 MiB.)"""
+`benchmarks/fetch_rate.py`, one run each: 12.3, 18.5 and 11.9 GB/s with pieces of 2, 1 and 4 MiB
+on one host, 19.9 and 18.2 with 1 and 0.5 MiB after another start.)"""
 _NAMES_PER_JOB = 64
 _QUESTION_THREADS = 4  # exists and delete do not queue behind reads and writes
 _TOUCH_AFTER_S = 60.0
