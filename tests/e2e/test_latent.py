@@ -37,6 +37,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 BLOCK = 16
 """vLLM takes no other for latents on a CPU."""
+ENGINE = {"block_size": BLOCK, "attention_backend": "CPU_MLA"}
+"""Named, since on a CPU with AMX vLLM would take a kernel that has no float32, whatever the model's
+type."""
 LENGTHS = (PAGE - 1, PAGE, PAGE + 1, 350, 600)
 PAGE_BYTES = PAGE * NUM_LAYERS * (LATENT + ROPE) * 4
 EXTRA = {"fixed_weights": True, "storage_layer_partition": 1}
@@ -93,7 +96,7 @@ def test_rows_come_back_from_host_and_files_as_they_were_computed(
 ) -> None:
     prompts = [prompt_of(f"latent {n}", n) for n in LENGTHS]
     hits = [expected(n) for n in LENGTHS]
-    with running(model, tmp_path / "store", extra=EXTRA, block_size=BLOCK) as engine:
+    with running(model, tmp_path / "store", extra=EXTRA, **ENGINE) as engine:
         assert engine.page_bytes == PAGE_BYTES
         found = []
         for reset in (engine.poison, engine.reset_device, engine.reset_all):
@@ -136,7 +139,7 @@ def chain(model: Path, store: Path) -> list[Mapping[str, Any]]:
             "name": name,
             "reads": reads,
             "writes": True,
-            "options": {**options, "block_size": BLOCK},
+            "options": {**options, **ENGINE},
         }
         if tp == 1:
             records.append(topology_steps.answer(specification))
@@ -169,7 +172,7 @@ def test_one_worker_reads_what_two_wrote(
     prompt = prompt_of(f"two {LENGTHS[-1]}", LENGTHS[-1])
     storage = {"url": f"file://{store}/store", "exists_timeout_s": 30}
     hit = expected(LENGTHS[-1])
-    with running(model, storage, extra=EXTRA, block_size=BLOCK) as engine:
+    with running(model, storage, extra=EXTRA, **ENGINE) as engine:
         answer, restored = rows_of(engine, prompt, hit)
         assert answer.cached == hit == engine.counters()["served_tokens/storage"]
         salted = {"prompt_token_ids": prompt, "cache_salt": "computed for comparison"}

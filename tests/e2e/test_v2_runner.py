@@ -118,6 +118,7 @@ class Kind:
 
 
 CHUNKS = {"max_num_batched_tokens": 256}
+LATENT_KERNEL = {"attention_backend": "CPU_MLA"}  # the other one, for AMX, has no float32
 LLAMA = "Llama (GQA)"
 FULL = {"full": 2}
 WINDOWS = FULL | {"window-64": 2}
@@ -132,7 +133,9 @@ KINDS = {
     "llama-ngrams-async": Kind(LLAMA, llama, FULL, CHUNKS, **NGRAMS, is_async=True),
     "llama-draft-model": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **DRAFT_MODEL, acceptance=0.8),
     "llama-eagle": Kind(LLAMA, llama, FULL | DRAFT, CHUNKS, **EAGLE),
-    "latent": Kind("DeepSeek-V3", latent, {"latent": 1}, block=16, has_one_kernel=False),
+    "latent": Kind(
+        *("DeepSeek-V3", latent, {"latent": 1}, LATENT_KERNEL), block=16, has_one_kernel=False
+    ),
     "gptoss": Kind("GPT-OSS", gptoss, WINDOWS, CHUNKS),
     # The draft layers are beside full attention, which is not group 0.
     "gemma3-draft-model": Kind(
